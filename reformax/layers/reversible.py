@@ -408,7 +408,8 @@ class ReversibleStack(BlockStack):
 
     def _chunk(self, block: TransformerBlock, params, x, start, rng) -> tuple[Array, Array]:
         """A chunk's output, and its input for its other readers."""
-        h, x = self._norm.with_residual(params["feed_forward_norm"], x)
+        norm = params["feed_forward_norm"]
+        h, x = self._norm_of(norm).with_residual(norm, x)
         out = block.feed_forward.apply_chunk(params["feed_forward"], h, start, rng)
         return self._residual(out), x
 
@@ -469,7 +470,8 @@ class _AttentionSublayer(NamedTuple):
         return out, vjp
 
     def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
-        h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
+        norm = params[f"{self.name}_norm"]
+        h, x = self.stack._norm_of(norm).with_residual(norm, x)
         qkv = self._project_normed(params, h, memory)
         if kept.stored is None:
             return self.attend(params, qkv, kept.plan), x
@@ -477,7 +479,8 @@ class _AttentionSublayer(NamedTuple):
         return self.combine(params, heads, qkv.gate), x
 
     def project(self, params, x, *memory) -> QKV:
-        h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
+        norm = params[f"{self.name}_norm"]
+        h, _ = self.stack._norm_of(norm).with_residual(norm, x)
         return self._project_normed(params, h, memory)
 
     def _project_normed(self, params, h, memory) -> QKV:
