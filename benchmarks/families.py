@@ -79,9 +79,11 @@ FAMILIES = {
     "gemma3_text": ("Gemma3Text", None),
     "olmo2": ("Olmo2", None),
     "olmo3": ("Olmo3", None),
+    "olmo_hybrid": ("OlmoHybrid", None),
     "smollm3": ("SmolLM3", None),
     "phi3": ("Phi3", None),
 }
+_ALL_HEADS = "llama", "olmo2", "olmo3", "olmo_hybrid", "phi3"  # of keys as of queries, by default
 _OWN_HEADS = "qwen3", "qwen3_5_text", "gemma2", "gemma3_text"  # those that have `head_dim`
 
 
@@ -90,7 +92,7 @@ def changes_of(name: str, shape: Shape) -> dict[str, Any]:
     kv_heads = FAMILIES[name][1]
     changes = dict(shape.width, pad_token_id=None, bos_token_id=1, eos_token_id=2)
     changes |= {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
-    if "vocab_size" in changes and name not in ("llama", "olmo2", "olmo3", "phi3"):
+    if "vocab_size" in changes and name not in _ALL_HEADS:
         changes["num_key_value_heads"] = 2
     changes |= shape.heads if name in _OWN_HEADS else {}
     changes |= shape.recurrent_heads if name == "qwen3_5_text" else {}

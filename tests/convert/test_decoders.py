@@ -167,6 +167,10 @@ QWEN3_5 = designs.Design(
     attention_gate="elementwise",
     rotary_layers=(False, True),
 )
+TURNING = Op("gated_delta", DELTA.options | dict(norm_epsilon=1e-5, negative_eigenvalues=True))
+HYBRID = dataclasses.replace(
+    QWEN3_5, norm="rms", norm_place=("input", "output"), qk_norm="joint", attention_gate=None
+)
 STILL = designs.llama(rotary_base=10_000.0)  # without a choice that no layer would read
 OURS = {
     "plain": ("llama", [FAR], {}),
@@ -190,6 +194,12 @@ OURS = {
         dict(design=dataclasses.replace(QWEN3_5, norm="rms")),
     ),
     "delta": ("qwen3_5_text", [DELTA, FAR], dict(design=QWEN3_5)),
+    "hybrid": ("olmo_hybrid", [TURNING, FAR], dict(design=HYBRID)),
+    "hybrid without positions": (
+        "olmo_hybrid",
+        [TURNING, FAR],
+        dict(design=dataclasses.replace(HYBRID, rotary_layers=()), pos_type="none"),
+    ),
     "delta of few heads": (
         "qwen3_5_text",
         [DELTA, FAR],

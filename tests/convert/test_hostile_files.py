@@ -486,6 +486,17 @@ DECODER_FIELDS = [
         dict(model_type="qwen3_5", text_config=[]),
         "text_config is []: expected an object",
     ),
+    (
+        "olmo hybrid",
+        dict(linear_num_key_heads=3),
+        "linear_num_key_heads is 3: expected a divisor of",
+    ),
+    (
+        "olmo hybrid",
+        dict(linear_allow_neg_eigval=2),
+        "linear_allow_neg_eigval is 2: expected True",
+    ),
+    ("olmo hybrid", dict(layer_types=["linear_attention"]), "layer_types has 1 values: expected"),
     ("gemma 3", dict(use_bidirectional_attention=True), "use_bidirectional_attention is True: exp"),
     ("smollm 3", dict(no_rope_layers=[1]), "no_rope_layers has 1 values: expected num_hidden_laye"),
     ("phi 3", rope(rope_type="yarn", factor=2.0), "rope_type is 'yarn': expected one of 'default'"),
