@@ -7,8 +7,10 @@ are drawn, and stored in shards of bfloat16. PYTHON is an interpreter with PyTor
 by default this one. Each side has a process of its own, and computes in float32 and in plain
 operations of attention.
 
-The host's memory in import is what the process grew by, the mapped files among it. The peak is that
-of the process, or of the device where that is a GPU, in the forward pass and generation.
+The host's memory in import is what the process grew by, the mapped files among it. The peak is what
+the process grew by in all, or that of the device where that is a GPU: weights, forward pass and
+generation. A column "x" is the quotient with transformers': of memory below 1 is less, of speed
+above 1 is faster.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ SHAPES = {
     ),
     "cpu": Shape(length=256, n_prompt=64, n_new=96, width=_WIDTH),
     "gpu": Shape(
-        length=4096,
+        length=2048,
         n_prompt=1024,
         n_new=256,
-        width=_WIDTH | dict(hidden_size=2048, intermediate_size=6144),
+        width=_WIDTH | dict(hidden_size=1024, intermediate_size=3072),
     ),
 }
 # By model_type, the class's name before "Config", and the heads of keys where a default of the
@@ -77,9 +79,11 @@ FAMILIES = {
     "gemma3_text": ("Gemma3Text", None),
     "olmo2": ("Olmo2", None),
     "olmo3": ("Olmo3", None),
+    "olmo_hybrid": ("OlmoHybrid", None),
     "smollm3": ("SmolLM3", None),
     "phi3": ("Phi3", None),
 }
+_ALL_HEADS = "llama", "olmo2", "olmo3", "olmo_hybrid", "phi3"  # of keys as of queries, by default
 _OWN_HEADS = "qwen3", "qwen3_5_text", "gemma2", "gemma3_text"  # those that have `head_dim`
 
 
@@ -88,7 +92,7 @@ def changes_of(name: str, shape: Shape) -> dict[str, Any]:
     kv_heads = FAMILIES[name][1]
     changes = dict(shape.width, pad_token_id=None, bos_token_id=1, eos_token_id=2)
     changes |= {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
-    if "vocab_size" in changes and name not in ("llama", "olmo2", "olmo3", "phi3"):
+    if "vocab_size" in changes and name not in _ALL_HEADS:
         changes["num_key_value_heads"] = 2
     changes |= shape.heads if name in _OWN_HEADS else {}
     changes |= shape.recurrent_heads if name == "qwen3_5_text" else {}
@@ -101,13 +105,13 @@ def compared(python: str, name: str, shape: Shape) -> tuple[Answer, Answer]:
     Raises:
       PeerError: a process failed.
     """
-    sizes = dict(n_prompt=shape.n_prompt, n_new=shape.n_new)
     with tempfile.TemporaryDirectory() as folder:
         made = dict(kind=FAMILIES[name][0], changes=changes_of(name, shape), length=shape.length)
-        given = dict(folder=folder, **sizes)
-        *_, theirs = answers_of(ask(python, "peers.decoders_torch.make", **made, **given))
+        given = dict(folder=folder, n_prompt=shape.n_prompt, n_new=shape.n_new)
+        *_, sizes = answers_of(ask(python, "peers.decoders_torch.make", folder=folder, **made))
+        *_, theirs = answers_of(ask(python, "peers.decoders_torch.measure", **given))
         *_, ours = answers_of(ask(sys.executable, "rows.decoders.measure", **given))
-    return ours, theirs
+    return ours, theirs | sizes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,25 +121,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     shape = command_line.of_size(SHAPES, args.tiny)
     table = Table(
-        *("model_type", "million weights", "logits apart / largest", "greedy tokens alike"),
-        *("import, s", "host in import, MiB / weights", "peak, MiB"),
-        *("forward, ms", "transformers", "tokens/s", "transformers"),
+        *("model_type", "million weights", "logits apart, of the largest", "tokens alike"),
+        *("import, s", "host in import, MiB / weights", "peak, MiB", "x"),
+        *("forward, ms", "x", "tokens/s", "x"),
         title=f"{shape.length} tokens, {shape.n_new} new ones after {shape.n_prompt}",
     )
 
     def cells(known: tuple[Answer, Answer]) -> list[str]:
         ours, theirs = known
         weights = 4 * theirs["n_weights"] / MIB
-        peak = "" if theirs["peak"] is None else f" / {theirs['peak']:,.0f}"
         return [
             f"{theirs['n_weights'] / 1e6:,.1f}",
-            f"{ours['far']:.1e} / {ours['largest']:.1f}",
+            f"{ours['far'] / ours['largest']:.1e}",
             f"{ours['alike']} of {shape.n_new}",
             f"{ours['imported']:.1f}",
             f"{ours['host']:,.0f} / {weights:,.0f}",
-            f"{ours['peak']:,.0f}{peak}",
-            *(f"{side['forward'] * 1e3:,.1f}" for side in known),
-            *(f"{1 / side['step']:,.0f}" for side in known),
+            f"{ours['peak']:,.0f}",
+            f"{ours['peak'] / theirs['peak']:.2f}",
+            f"{ours['forward'] * 1e3:,.1f}",
+            f"{theirs['forward'] / ours['forward']:.2f}",
+            f"{1 / ours['step']:,.0f}",
+            f"{theirs['step'] / ours['step']:.2f}",
         ]
 
     for name in args.only:

@@ -73,6 +73,25 @@ def _cgroup_limits() -> Iterator[int]:
                 yield int(limit)
 
 
+def peak() -> int:
+    """The most bytes of memory that this process has had, files that it has mapped among them."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def device_peak() -> int | None:
+    """The most bytes that arrays have taken of a device; None: it is a CPU, whose are `peak`'s."""
+    import jax
+
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def peaks_in_words() -> str:
+    """Both, for people."""
+    of_device = device_peak()
+    of_device = "" if of_device is None else f", of a device {of_device / 2**20:,.0f} MiB"
+    return f"at most {peak() / 2**20:,.0f} MiB of the process{of_device}"
+
+
 def size_of(tree: Any) -> int:
     """The bytes of a tree of arrays, or of their shapes."""
     import jax

@@ -75,6 +75,7 @@ QUICK = {
             "llama 3.1",
             "qwen3.5",
             "gemma 3, narrow",
+            "olmo hybrid, still",
         ],
         "test_a_round_trip_gives_the_identical_arrays_and_function": [
             "llama, biases, tied",
@@ -84,11 +85,13 @@ QUICK = {
             "qwen3.5, tied",
             "gemma 2, narrow",
             "olmo 2, groups",
+            "olmo hybrid, rotary",
             "smollm 3, windows",
             "phi 3, narrow",
         ],
         "test_a_model_of_ours_goes_out_as_the_first_family_that_holds_it": [
             "windows rotate",
+            "hybrid without positions",
             "delta of few heads",
         ],
         "test_a_folder_becomes_a_run_and_goes_back": ["llama 3.1"],

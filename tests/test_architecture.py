@@ -49,7 +49,9 @@ MAY_IMPORT = {
         *("cli", "ops", "models", "data", "training", "generation", "evals", "durable"),
         "task",
     },
-    "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
+    "convert": {
+        *("ops", "layers", "models", "data", "training", "cli", "convert", "durable", "memory"),
+    },
     "durable.py": set(),
     "__init__.py": {"cli"},  # by `load_run` alone, when it is called
     "__main__.py": {"__version__", "cli"},  # and what its table of commands names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import resource
 import statistics
 import sys
 import time
@@ -61,6 +62,11 @@ def exit_if(failed: Iterable[str]) -> None:
     """Exits with an error that names the rows that failed, if any."""
     if names := ", ".join(failed):
         sys.exit(f"failed: {names}")
+
+
+def host_mib() -> float:
+    """The most MiB of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Program(NamedTuple):

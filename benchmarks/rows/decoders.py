@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.calls import MIB, decoder_seconds
+from benchmarks.harness.calls import MIB, decoder_seconds, host_mib
 from benchmarks.harness.processes import Answer
-from reformax import generation
+from reformax import generation, memory
 from reformax.convert import check, hugging_face
 
 
 def measure(folder: str, n_prompt: int, n_new: int) -> Iterator[Answer]:
-    """Reads a folder of `peers.decoders_torch.make` and compares.
+    """Reads a folder of `peers.decoders_torch.measure` and compares.
 
     Memory is this process's on a CPU, beyond what it had before it read, and else the device's.
 
@@ -29,10 +28,10 @@ def measure(folder: str, n_prompt: int, n_new: int) -> Iterator[Answer]:
     """
     theirs = np.load(Path(folder) / "theirs.npz")
     jax.block_until_ready(jnp.zeros(8) + 1)  # what every process of JAX has
-    before, start = _host(), time.perf_counter()
+    before, start = host_mib(), time.perf_counter()
     read = hugging_face.read(folder)
     jax.block_until_ready(read.params)
-    answer: dict[str, Any] = {"imported": time.perf_counter() - start, "host": _host() - before}
+    answer: dict[str, Any] = {"imported": time.perf_counter() - start, "host": host_mib() - before}
     model = check.in_full_float32(read.spec).build()
     tokens, prompt = theirs["tokens"], theirs["tokens"][:, 1:n_prompt]
     with jax.default_matmul_precision("highest"):
@@ -47,17 +46,9 @@ def measure(folder: str, n_prompt: int, n_new: int) -> Iterator[Answer]:
 
         logits, made = forward(), generate(n_new)
         answer |= decoder_seconds(forward, generate, n_new)
-    answer["peak"] = _device() if jax.default_backend() != "cpu" else _host() - before
+    of_device = memory.device_peak()
+    answer["peak"] = host_mib() - before if of_device is None else of_device / MIB
     far = float(np.abs(np.asarray(logits) - theirs["logits"]).max())
     answer |= {"far": far, "largest": float(np.abs(theirs["logits"]).max())}
     alike = np.asarray(made).reshape(-1)[-n_new:] == theirs["made"]
     yield answer | {"alike": int(alike.sum())}
-
-
-def _host() -> float:
-    """The most MiB that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _device() -> float:
-    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / MIB

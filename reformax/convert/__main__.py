@@ -12,13 +12,13 @@
 
 --attention='asymmetric_lsh(n_hashes=8)' puts another attention in the place of dense layers, or of
 those of --layers=0,2-4, and writes a run. It is not trained, so it costs bits: they are measured on
---data_dir, or on the source of Python's library, in rows of --length, and printed for each layer
-and by the number of hashes. --attention=dense puts dense layers back into their place.
+--data_dir, or on the source of Python's library, in rows of --length, of --tokens in all, and
+printed for each layer and by the number of hashes. --attention=dense puts dense layers back.
 
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
 Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
 compares its logits of random tokens with the source's. What it wrote has its name after that: a
-command that fails leaves nothing.
+command that fails leaves nothing. The last line says the seconds and the memory that this took.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ import math
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reformax import memory
 from reformax.cli import config, errors, flags
 from reformax.declared import Count, Name, PathName, SettingError, Size, user_path
 
@@ -50,10 +52,12 @@ class SourceModel(NamedTuple):
     notes: list[str]  # differences from the original, one line each
     vocabulary: bytes | None = None  # what its tokens are, if that is known
     weights: Path | None = None  # Trax's file
+    length: int | None = None  # of the rows that a run was trained on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads, writes and checks; returns the exit code."""
+    start = time.perf_counter()
     args = parser().parse_args(argv)
     source_path, target_path = user_path("from", args.source), user_path("to", args.target)
     to_trax = target_path.name.endswith(".pkl.gz")
@@ -83,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
         source_path = source.weights or source_path
         _check(source, {source.kind: source_path, kind: path}, kind, str(target_path))
+    print(f"{time.perf_counter() - start:.1f} s, {memory.peaks_in_words()}")
     return 0
 
 
@@ -142,6 +147,11 @@ def parser():
     parser.add_argument(
         "--data_dir", type=flags.of(PathName), help="with --attention: the text to measure bits on"
     )
+    parser.add_argument(
+        "--tokens",
+        type=flags.of(Size),
+        help="with --attention: of the text, from its beginning (default: 4,096, or a row)",
+    )
     flags.add_trust(parser)
     flags.add_traceback(parser)
     return parser
@@ -158,6 +168,7 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
         ("attention", target == "run", "a run as --to"),
         ("layers", args.attention is not None, "--attention"),
         ("data_dir", args.attention is not None, "--attention"),
+        ("tokens", args.attention is not None, "--attention"),
     ):
         value = getattr(args, name)
         if value not in (None, [], False) and not is_read:
@@ -171,8 +182,8 @@ def _with_attention(source: SourceModel, args: argparse.Namespace) -> SourceMode
     op = other_attention.op_of(args.attention)
     layers = other_attention.layers_of(args.layers, source.spec, op)
     spec, params = other_attention.replaced(source.spec, source.params, op, layers)
-    data_dir = args.data_dir and Path(args.data_dir)
-    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir, args.length)
+    data_dir, sizes = args.data_dir and Path(args.data_dir), (args.length, args.tokens)
+    tokens = other_attention.tokens_of(source.spec, source.vocabulary, data_dir, *sizes)
     model = source.spec, source.params
     bits = other_attention.measure(*model, op, layers, tokens, lambda line: print(line, flush=True))
     done = {"attention": args.attention, "layers": layers, "bits": bits}
@@ -209,7 +220,8 @@ def _read(path: Path, args: argparse.Namespace) -> SourceModel:
         from reformax.convert import run_folder
 
         run = run_folder.read(path, args.step, args.trust_config)
-        return SourceModel("run", run.spec, run.params, run.source, [], run.vocabulary)
+        given = run.spec, run.params, run.source, [], run.vocabulary
+        return SourceModel("run", *given, length=run.length)
     from reformax.convert import hugging_face
 
     read = hugging_face.read(path)
@@ -255,7 +267,8 @@ def _write(kind: str, path: Path, source: SourceModel, length: int | None) -> li
 
         like = source.details.get("config") if source.kind == "run" else None
         generation = source.details.get("generation")
-        hugging_face.write(path, source.spec, source.params, like, source.vocabulary, generation)
+        model = source.spec, source.params
+        hugging_face.write(path, *model, like, source.vocabulary, generation, source.length)
         return []
     if kind == "trax":
         from reformax.convert import trax_models

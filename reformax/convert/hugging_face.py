@@ -268,6 +268,7 @@ def write(
     like: Mapping[str, Any] | None = None,
     vocabulary: bytes | None = None,
     generation: Mapping[str, Any] | None = None,
+    length: int | None = None,
 ) -> Sequence[Path]:
     """Writes config.json and model.safetensors, for `from_pretrained` of the model's class.
 
@@ -280,11 +281,14 @@ def write(
       like: the config.json that the model was read from, if any; see `config_of`.
       vocabulary: a run's; written if it is a tokenizer.json.
       generation: a generation_config.json; None: there is none.
+      length: of the rows that the model was trained on, which a decoder's config.json then allows.
 
     Raises:
       ValueError: Hugging Face has no such model.
     """
     known, config = _written(spec, like or {})
+    if length is not None and known.name == DECODER:
+        config = hugging_face_decoder.of_length(config, length, like or {})
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     tensors = known.completed(tables.write(known.table(spec), known.prepared(spec, params)))

@@ -15,6 +15,7 @@ from reformax.convert.hugging_face_config import ACTIVATIONS, activation_of
 from reformax.convert.hugging_face_families import FULL, RECURRENT, WINDOW, Family, Layer
 from reformax.convert.spec import DENSE, OPS, Op, Spec, cycle_of
 from reformax.declared import Size, check, shown
+from reformax.layers.layer_norm import norm_places
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
 from reformax.ops import AttentionOp
@@ -88,6 +89,8 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
             f"head_dim is {d_head}: {rotated} features of a head rotate, expected an even number"
         )
     cycle = cycle_of(layers)
+    if not isinstance(design.get("norm_place", ""), str):
+        design["norm_place"] = design["norm_place"][: len(cycle)]
     if not all(layer.rotates for layer in cycle) and any(layer.rotates for layer in cycle):
         design["rotary_layers"] = tuple(layer.rotates for layer in cycle)
     first, notes = _first_token(get)
@@ -95,7 +98,7 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
     rate = get.get("resid_pdrop", 0.0)
     spec = Spec.make(
         "TransformerLM",
-        [_op(layer, get) for layer in cycle],
+        [_op(family, layer, get) for layer in cycle],
         vocab_size=get["vocab_size"],
         d_model=get["hidden_size"],
         d_ff=get["intermediate_size"],
@@ -116,7 +119,7 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
     return spec, notes
 
 
-def _op(layer: Layer, get: Mapping[str, Any]) -> Op:
+def _op(family: Family, layer: Layer, get: Mapping[str, Any]) -> Op:
     if layer.kind == FULL:
         return Op("flash", {})
     if layer.kind == WINDOW:
@@ -124,10 +127,10 @@ def _op(layer: Layer, get: Mapping[str, Any]) -> Op:
         size = min(window, max(_CHUNK, -(-window // _MOST_CHUNKS)))
         reached = -(-(window - 1) // size)
         return Op("local", dict(chunk_len=size, n_chunks_before=reached, window=window))
-    return Op(
-        "gated_delta",
-        dict(gated=True, conv_size=get["linear_conv_kernel_dim"], norm_epsilon=get["rms_norm_eps"]),
-    )
+    epsilon = family.recurrent_epsilon or get["rms_norm_eps"]
+    options = dict(gated=True, conv_size=get["linear_conv_kernel_dim"], norm_epsilon=epsilon)
+    turns = get.get("linear_allow_neg_eigval", False)
+    return Op("gated_delta", options | (dict(negative_eigenvalues=True) if turns else {}))
 
 
 def _first_token(get: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -313,7 +316,7 @@ def function_of(spec: Spec) -> dict[str, Any]:
     rotary = a["pos_type"] in (*ROTARY, "none") and not a["pos_axial_shape"]
     found["pos_type"] = "rotary" if rotary else a["pos_type"]
     for name in (
-        *("norm", "norm_epsilon", "norm_place", "embedding_scale", "attention_bias", "ff_bias"),
+        *("norm", "norm_epsilon", "embedding_scale", "attention_bias", "ff_bias"),
         *("logits_bias", "ff_activation", "ff_gated", "qk_norm", "attention_gate", "key_conv"),
         *("scale_by_length", "learn_scale_by_length", "soft_cap", "logits_soft_cap"),
     ):
@@ -322,12 +325,14 @@ def function_of(spec: Spec) -> dict[str, Any]:
     found["norm"] = "rms" if design.norm == "rms_plus_one" else design.norm
     found["logits_bias"] = design.logits_bias and not a["tie_embeddings"]
     found["attention_output_bias"] = design.output_bias
-    rotating = rotating_of(spec)
+    rotating, n = rotating_of(spec), len(spec.attention)
+    places = norm_places(design.norm_place, n)
     for layer, block, _, op in spec.layers():
         angles = None
         if rotating[block]:
             angles = _canonical(design.rotary_of(algorithm_of(op)))
         of_layer = _layer_function(spec, op) | {"rotary positions": angles}
+        of_layer["norm_place"] = places[block]
         found |= {f"{name} of layer {layer}": value for name, value in of_layer.items()}
     return found
 
@@ -374,7 +379,7 @@ def _layer_function(spec: Spec, op: Op) -> dict[str, Any]:
         found["learned_sinks"] = getattr(algorithm, "learned_sinks", False)
         return found
     if op.name == "gated_delta":
-        names = "gated", "normalized", "conv_size", "norm_epsilon"
+        names = "gated", "normalized", "conv_size", "norm_epsilon", "negative_eigenvalues"
         found |= {name: getattr(algorithm, name) for name in names}
         found |= recurrent_sizes(spec)
     return found
@@ -452,6 +457,21 @@ def config_of(family: Family, spec: Spec, like: Mapping[str, Any]) -> dict[str, 
     if obstacles:
         raise NoSuchModel(family, obstacles)
     return config
+
+
+def of_length(config: Mapping[str, Any], length: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that says the longest text that its model was trained on.
+
+    It says no less than the config.json that the model was read from. Where positions are scaled by
+    lengths it stays as it is.
+    """
+    tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    tables += [table.get(FULL) or {} for table in tables]
+    kinds = [table.get("rope_type", table.get("type", "default")) for table in tables]
+    if any(kind != "default" for kind in kinds):
+        return dict(config)
+    known = config["max_position_embeddings"] if like else 0
+    return {**config, "max_position_embeddings": max(length, known)}
 
 
 class NoSuchModel(ValueError):

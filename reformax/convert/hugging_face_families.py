@@ -106,6 +106,8 @@ class Family(NamedTuple):
       scalings: values of rope_type besides "default".
       whole_heads: whether the class wants `hidden_size` to be a multiple of the number of heads.
       within: the name in config.json of a model of several media, whose text is of this family.
+      separate: whether each projection of a recurrence is a tensor.
+      recurrent_epsilon: of the norms in recurrences; None: that of the others.
     """
 
     model_type: str
@@ -124,6 +126,8 @@ class Family(NamedTuple):
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic")
     whole_heads: bool = False
     within: str | None = None
+    separate: bool = False
+    recurrent_epsilon: float | None = None
 
     @property
     def all_fields(self) -> dict[str, ConfigField]:
@@ -212,6 +216,42 @@ def _qwen3_5_design(get: Get) -> dict[str, Any]:
     attends = any(layer.kind != RECURRENT for layer in _qwen3_5_layers(get))
     gates = dict(qk_norm=True, attention_gate="elementwise") if attends else {}
     return gates | (sizes if recurrent else {})
+
+
+def _olmo_hybrid_layers(get: Get) -> list[Layer]:
+    """Recurrences, and every fourth layer attention, which may rotate nothing."""
+    n = get["num_hidden_layers"]
+    last = n - 1 if n < 4 else None  # without a fourth
+    usual = lambda i: FULL if i % 4 == 3 or i == last else RECURRENT  # noqa: E731
+    table = get["rope_parameters"] or {}
+    rotates = "rope_theta" not in table or table["rope_theta"] is not None
+    return [Layer(kind, rotates and kind != RECURRENT) for kind, _ in listed(get, usual)]
+
+
+def _olmo_hybrid_design(get: Get) -> dict[str, Any]:
+    layers = _olmo_hybrid_layers(get)
+    n = get["linear_num_value_heads"] or get["num_attention_heads"]
+    n_qk = get["linear_num_key_heads"] or get["num_attention_heads"]
+    if n % n_qk:
+        raise ValueError(f"linear_num_key_heads is {n_qk}: expected a divisor of {n}")
+    d_key = get["linear_key_head_dim"] or int(0.75 * get["hidden_size"] / n_qk)
+    sizes = dict(
+        recurrent_heads=n,
+        recurrent_qk_heads=n_qk,
+        recurrent_d_key=d_key,
+        recurrent_d_value=get["linear_value_head_dim"] or 2 * d_key,
+    )
+    kinds = {layer.kind for layer in layers}
+    places = tuple("input" if layer.kind == RECURRENT else "output" for layer in layers)
+    norms = dict(norm_place=places) | (dict(qk_norm="joint") if FULL in kinds else {})
+    return norms | (sizes if RECURRENT in kinds else {})
+
+
+def _olmo_hybrid_fields(decoder) -> dict[str, Any]:
+    still = {"rope_theta": None, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+    turns = decoder.recurrence.get("negative_eigenvalues", False)
+    own = {"linear_allow_neg_eigval": turns} | ({} if any(decoder.rotating) else still)
+    return _qwen3_5_fields(decoder) | own
 
 
 def _qwen3_5_fields(decoder) -> dict[str, Any]:
@@ -431,6 +471,37 @@ FAMILIES = (
         written=lambda decoder: _own_biases(decoder) | _windows(decoder),
         theta=500_000.0,
         local_theta=500_000.0,
+    ),
+    Family(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        dict(
+            # As of Qwen3.5.
+            attention_dropout=ConfigField(0.0, Annotated[float, Bounds(0, 0, name="0")]),
+            attention_bias=ConfigField(False, Annotated[Any, Only(False)]),
+            bos_token_id=ConfigField(None, _TOKEN),
+            eos_token_id=ConfigField(100257, _TOKENS),
+            hidden_act=ConfigField("silu", Literal["silu", "swish"]),
+            hidden_size=ConfigField(3840, Size),
+            layer_types=ConfigField(
+                None, Sequence[Literal["full_attention", "linear_attention"]] | None
+            ),
+            linear_allow_neg_eigval=ConfigField(True, bool),
+            linear_conv_kernel_dim=ConfigField(4, Width),
+            linear_key_head_dim=ConfigField(None, Size | None),
+            linear_num_key_heads=ConfigField(None, Size | None),
+            linear_num_value_heads=ConfigField(None, Size | None),
+            linear_value_head_dim=ConfigField(None, Size | None),
+            max_position_embeddings=ConfigField(65536, Size),
+            num_attention_heads=ConfigField(30, Size),
+            sliding_window=ConfigField(None, Annotated[Any, Only(None)]),
+            vocab_size=ConfigField(100352, VocabSize),
+        ),
+        layers=_olmo_hybrid_layers,
+        design=_olmo_hybrid_design,
+        written=_olmo_hybrid_fields,
+        separate=True,
+        recurrent_epsilon=1e-5,
     ),
     Family(
         "smollm3",

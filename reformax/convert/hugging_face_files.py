@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.cli.generation_settings import check_settings
-from reformax.data import files
+from reformax.data import files, piece_codecs
 from reformax.declared import shown
 
 CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+_ADAPTER, _POINTER = "adapter_config.json", b"version https://git-lfs.github.com/spec/"
 # Keys of the tensors in a trainer's file, which also has the trainer's state.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
@@ -35,24 +36,31 @@ _DTYPES |= {f"{k}{n}": f"{v}{n}" for k, v in (("I", "int"), ("U", "uint")) for n
 
 
 def read_vocabulary(path: Path) -> bytes | None:
-    """The file, if there is one: a JSON object of at most 256 MiB."""
+    """The file, if there is one: a tokenizer of at most 256 MiB."""
     if not path.exists():
         return None
-    if (size := files.check_ordinary(path)) > _MAX_VOCABULARY:
+    if (size := _size_of(path)) > _MAX_VOCABULARY:
         raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_VOCABULARY:,}")
     content, found = path.read_bytes(), None
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(content)
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no object of JSON: copy it again, or delete it")
+    with contextlib.suppress(ImportError):  # without tokenizers a run is not written either
+        piece_codecs.codec_of(content, path)
     return content
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Reads a config.json of at most 16 MiB; raises `ValueError` if it holds no JSON object."""
     try:
-        size = files.check_ordinary(path)
+        size = _size_of(path)
     except FileNotFoundError:
+        if path.name == CONFIG and path.with_name(_ADAPTER).exists():
+            raise FileNotFoundError(
+                f"{path.parent} is an adapter without its model: merge it by peft's "
+                "merge_and_unload, and save that"
+            ) from None
         raise FileNotFoundError(f"{path} does not exist: put it next to the tensors") from None
     if size > _MAX_JSON:
         raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_JSON:,}")
@@ -76,6 +84,15 @@ def read_generation(path: Path) -> dict[str, Any] | None:
     settings = read_config(path)
     check_settings(settings, str(path))
     return settings
+
+
+def _size_of(path: Path) -> int:
+    """The bytes of an ordinary file that holds what its name says, and not where that is."""
+    size = files.check_ordinary(path)
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(f"{path} is a pointer of Git LFS: run git lfs pull in its folder")
+    return size
 
 
 def _no_number(name: str) -> None:
@@ -150,7 +167,7 @@ def _parts(index: Path, suffix: str) -> list[str]:
 def _tensors(path: Path, last: dict[Path, dict[str, np.ndarray]]) -> dict[str, StoredTensor]:
     """The tensors of a file; `last` holds the file of PyTorch that was read last."""
     try:
-        files.check_ordinary(path)
+        _size_of(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist") from None
     if path.suffix == ".safetensors":

@@ -7,7 +7,7 @@ model has follows from its design; a family may join some of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from reformax.convert.hugging_face_decoder import recurrent_sizes
 from reformax.convert.hugging_face_families import Family
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, renamed
+from reformax.layers.layer_norm import norm_places
 from reformax.layers.multi_head import ATTENTION_GATE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -34,15 +35,31 @@ _NORMS = {
 }
 
 
+class _RecurrenceNames(NamedTuple):
+    """The names of parts of the gated delta rule."""
+
+    gate: str
+    beta: str
+    keep: str
+    norm: str
+    output: str
+
+
+_JOINED = _RecurrenceNames("in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj")  # Qwen3.5
+_SEPARATE = _RecurrenceNames("g_proj", "b_proj", "a_proj", "o_norm", "o_proj")  # OLMo Hybrid
+
+
 def table(family: Family, spec: Spec) -> list[Tensor]:
     """The tensors of a model of a family, and which weight each one is."""
     a = spec.arguments
     d, vocab = a["d_model"], a["vocab_size"]
     rows = [Tensor(EMBEDDING, ("embedding",), (vocab, d))]
+    places = norm_places(spec.design.norm_place, len(spec.attention))
     for layer, block, repeat, op in spec.layers():
         recurrent = op.name == "gated_delta"
-        attention = _recurrence(spec, op) if recurrent else _attention(spec, family.fused)
-        of_layer = [*_norms(spec), *attention, *_feed_forward(spec, family.fused)]
+        attention = _recurrence(family, spec, op) if recurrent else _attention(spec, family.fused)
+        norms = _norms(spec, places[block])
+        of_layer = [*norms, *attention, *_feed_forward(spec, family.fused)]
         rows += tables.of_layer(of_layer, f"model.layers.{layer}", block, repeat)
     rows.append(Tensor("model.norm.weight", ("norm", "scale"), (d,)))
     if not a["tie_embeddings"]:
@@ -50,8 +67,8 @@ def table(family: Family, spec: Spec) -> list[Tensor]:
     return rows
 
 
-def _norms(spec: Spec) -> Iterator[Tensor]:
-    sublayers, (before, after) = ("attention", "feed_forward"), _NORMS[spec.design.norm_place]
+def _norms(spec: Spec, place: str) -> Iterator[Tensor]:
+    sublayers, (before, after) = ("attention", "feed_forward"), _NORMS[place]
     for sublayer, read, written in zip(sublayers, before, after, strict=True):
         norms = {read: (f"{sublayer}_norm",), written: (sublayer, "output_norm")}
         for norm, path in norms.items():
@@ -108,26 +125,30 @@ def _feed_forward(spec: Spec, fused: bool) -> Iterator[Tensor]:
             yield Tensor(f"mlp.{name}_proj.bias", (path, f"b{i}"), (d if i == "2" else d_ff,))
 
 
-def _recurrence(spec: Spec, op: Op) -> Iterator[Tensor]:
-    """The gated delta rule of Qwen3.5; a head's decay is written with the other sign."""
+def _recurrence(family: Family, spec: Spec, op: Op) -> Iterator[Tensor]:
+    """The gated delta rule; a head's decay is written with the other sign."""
     d, (n, n_qk, h, v) = spec.arguments["d_model"], recurrent_sizes(spec).values()
     name, path, own = "linear_attn", "attention", ("attention", "op")
     parts = {"q": (n_qk, h), "k": (n_qk, h), "v": (n, v)}
-    qkv = [tables.to_heads("", (path, f"w_{x}"), *shape, d) for x, shape in parts.items()]
-    yield from tables.joined(f"{name}.in_proj_qkv.weight", qkv)
+    qkv = [
+        tables.to_heads(f"{name}.{x}_proj.weight", (path, f"w_{x}"), *shape, d)
+        for x, shape in parts.items()
+    ]
+    yield from qkv if family.separate else tables.joined(f"{name}.in_proj_qkv.weight", qkv)
+    theirs = _SEPARATE if family.separate else _JOINED
     size = op.option("conv_size")
     convs = [_conv((*own, f"conv_{x}"), *shape, size) for x, shape in parts.items()]
     yield from tables.joined(f"{name}.conv1d.weight", convs)
-    yield tables.to_heads(f"{name}.in_proj_z.weight", (path, "w_output_gate"), n, v, d)
-    yield tables.to_heads(f"{name}.in_proj_b.weight", (path, "w_beta"), n, 1, d)
-    keep = tables.to_heads(f"{name}.in_proj_a.weight", (path, "w_keep"), n, 1, d)
+    yield tables.to_heads(f"{name}.{theirs.gate}.weight", (path, "w_output_gate"), n, v, d)
+    yield tables.to_heads(f"{name}.{theirs.beta}.weight", (path, "w_beta"), n, 1, d)
+    keep = tables.to_heads(f"{name}.{theirs.keep}.weight", (path, "w_keep"), n, 1, d)
     yield keep._replace(read=lambda w: -keep.read(w), write=lambda w: -keep.write(w))
     yield Tensor(f"{name}.A_log", (*own, "rate"), (n,))
     yield Tensor(f"{name}.dt_bias", (*own, "bias"), (n,))
-    scale = Tensor(f"{name}.norm.weight", (*own, "scale"), (v,))
+    scale = Tensor(f"{name}.{theirs.norm}.weight", (*own, "scale"), (v,))
     # `prepared` has made the heads' scales equal.
     yield scale._replace(read=lambda w: np.broadcast_to(w, (n, v)), write=lambda w: w[0])
-    yield tables.from_heads(f"{name}.out_proj.weight", (path, "w_o"), n, v, d)
+    yield tables.from_heads(f"{name}.{theirs.output}.weight", (path, "w_o"), n, v, d)
 
 
 def _conv(path: tables.Path, n: int, size: int, width: int) -> Tensor:

@@ -7,12 +7,13 @@ share queries and keys, such as `lsh`, get the mean of both projections, a begin
 alone. `dense` and `flash` go back into the place of all but the last.
 
 The bits that this costs are measured on a text: of each layer alone, of all of them, and by the
-number of hashes or of blocks.
+number of hashes or of blocks. The caches of decoding are measured too.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import math
 import re
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax import memory
 from reformax.convert.hugging_face_decoder import algorithm_of, rotating_of
 from reformax.convert.spec import DENSE, OPS, REPLACEMENTS, Op, Spec, cycle_of
 from reformax.data import files
@@ -252,7 +254,7 @@ def measure(
 
     Returns:
       The bits of the model as it was, with all layers replaced, with each alone, and by the values
-      of the option that says how many keys a query sees.
+      of the option that says how many keys a query sees; the bytes of caches, where it decodes.
     """
 
     def bits(op: Op, layers: Sequence[int]) -> float:
@@ -265,6 +267,12 @@ def measure(
         f"{OPS[op.name](**op.options)} in {len(layers)} layers ({rows} rows of {length})"
     )
     found: dict[str, Any] = {"before": before, "after": after, "rows": rows, "length": length}
+    with contextlib.suppress(NotImplementedError):  # an algorithm that does not decode
+        changed = replaced(spec, params, op, layers)
+        held = [cache_bytes(*model, length) for model in ((spec, params), changed)]
+        found["cache_bytes"] = dict(zip(("before", "after"), held, strict=True))
+        words = [f"{n / 2**20:,.1f} MiB" for n in held]
+        say(f"caches of a text of {length:,} tokens: {words[0]} as it was, {words[1]} then")
     if len(layers) > 1:
         found["by_layer"] = {}
         for layer in layers:
@@ -295,8 +303,26 @@ def bits_of(spec: Spec, params: Any, tokens: np.ndarray) -> float:
     return float(np.mean([of_row(params, row) for row in tokens])) / math.log(2)
 
 
+def cache_bytes(spec: Spec, params: Any, length: int) -> int:
+    """The bytes that decoding keeps of a text of so many tokens.
+
+    Raises:
+      NotImplementedError: an algorithm cannot decode.
+    """
+    model = spec.build()
+
+    def caches(params):
+        return model.first_state(params, 1, length, jax.random.key(0)).caches
+
+    return memory.size_of(jax.eval_shape(caches, params))
+
+
 def tokens_of(
-    spec: Spec, vocabulary: bytes | None, data_dir: Path | None, length: int | None = None
+    spec: Spec,
+    vocabulary: bytes | None,
+    data_dir: Path | None,
+    length: int | None = None,
+    n_tokens: int | None = None,
 ) -> np.ndarray:
     """Rows of tokens of a text, `[B, T]`.
 
@@ -304,8 +330,9 @@ def tokens_of(
       spec: the model, by whose vocabulary the text is read.
       vocabulary: a tokenizer.json or another file of pieces; None: the model is one of bytes.
       data_dir: a file or folder; None: the source of Python's standard library.
-      length: of a row; None: `LENGTH`, or as many as the model has positions. There are `TOKENS` in
-        all, or a row if that is longer; fewer if the text has not as many.
+      length: of a row; None: `LENGTH`, or as many as the model has positions.
+      n_tokens: in all; None: `TOKENS`. They are a row if that is longer, and fewer if the text has
+        not as many.
 
     Raises:
       SettingError: the model reads no text or no such length, or the text is shorter than a row.
@@ -319,7 +346,7 @@ def tokens_of(
     if length is not None and most is not None and length > most:
         raise SettingError(f"--length={length}: the model has positions for {most}")
     length = length or min(LENGTH, most or LENGTH)
-    n = max(TOKENS, length)
+    n = max(n_tokens or TOKENS, length)
     text = _text(data_dir, n * _BYTES)
     if vocabulary is not None:
         ids = PieceVocabulary.of(vocabulary, size).encode(text.decode(errors="replace"))

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reformax import durable
-from reformax.cli import saved_run
+from reformax.cli import parsed, saved_run
 from reformax.convert.spec import Spec
 from reformax.data import pieces
 from reformax.data.vocabulary import FILE
 from reformax.declared import shown
+from reformax.training import loop
 from reformax.training.checkpoint import CheckpointReader, Checkpoints
 from reformax.training.step import TrainState
 
@@ -31,6 +32,7 @@ class ConvertibleRun(NamedTuple):
     params: Any
     source: dict[str, Any]  # the origin of a converted model; empty if reformax trained it
     vocabulary: bytes | None = None  # what the run keeps, if its tokens are pieces
+    length: int | None = None  # of the rows that it was trained on, if it was
 
 
 def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> ConvertibleRun:
@@ -58,7 +60,8 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
         params, info = checkpoints.restore_params(chosen, spec.shapes())
         kept = Path(folder).expanduser() / FILE
         vocabulary = kept.read_bytes() if kept.is_file() else None
-        return ConvertibleRun(spec, params, info.get("source", {}), vocabulary)
+        length = parsed.bindings(loop.train, ("length",))["length"] if chosen else None
+        return ConvertibleRun(spec, params, info.get("source", {}), vocabulary, length)
 
     return saved_run.steadily(checkpoints, choose, restored)
 

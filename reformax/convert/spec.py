@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -188,21 +189,21 @@ class Spec(NamedTuple):
         if own:
             lines = ["from reformax.models import designs", *lines]
         lines = [f"from reformax.models import {self.module}", *lines, ""]
-        cycle, settings = [], {}
+        cycle, settings, imports = [], {}, set()
         for i, op in enumerate(self.attention):
-            call = f"{f'layer_{i}/' if scoped else ''}{op.name}.{op.name}"
+            scope = f"layer_{i}/" if scoped else ""
+            call = f"{scope}{op.name}.{op.name}"
             cycle.append(f"@{call}()")
             for option, value in op.options.items():
-                settings[f"{call}.{option}"] = value
+                settings |= _settings(f"{call}.{option}", value, scope, imports)
         prefix = f"{self.module}.{self.model}"
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
-        for name, value in self.arguments.items():
-            settings[f"{prefix}.{name}"] = value
+        settings |= {f"{prefix}.{name}": repr(value) for name, value in self.arguments.items()}
         if own:
             lines.append(f"{prefix}.design = @designs.Design()")
-            settings |= {f"designs.Design.{name}": value for name, value in own.items()}
-        lines += [f"{name} = {value!r}" for name, value in settings.items()]
-        return "\n".join(lines) + "\n"
+            settings |= {f"designs.Design.{name}": repr(value) for name, value in own.items()}
+        lines += [f"{name} = {value}" for name, value in settings.items()]
+        return "\n".join([*sorted(imports), *lines]) + "\n"
 
     def shapes(self) -> Any:
         """The shapes of the weights."""
@@ -255,7 +256,36 @@ def _activation_name(given: Any) -> Any:
 def _changed(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from their defaults: a run's config.gin holds the others too."""
     parameters = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if value != parameters[name].default}
+    made = {name: _made(value) for name, value in options.items()}
+    return {name: value for name, value in made.items() if value != parameters[name].default}
+
+
+def _made(value: Any) -> Any:
+    """A value of a config, with the objects that references in it name."""
+    if not isinstance(value, parsed.Reference):
+        return value
+    return value.function(**{name: _made(x) for name, x in value.arguments.items()})
+
+
+def _settings(name: str, value: Any, scope: str, imports: set[str]) -> dict[str, str]:
+    """The lines of a gin file that give an option its value, by their names.
+
+    Args:
+      name: the option's.
+      value: data, or a dataclass of data and further ones.
+      scope: of the dataclasses' own settings.
+      imports: gets the lines that these need.
+    """
+    if not dataclasses.is_dataclass(value):
+        return {name: repr(value)}
+    package, _, module = type(value).__module__.rpartition(".")
+    imports.add(f"from {package} import {module}")
+    call = f"{scope}{module}.{type(value).__name__}"
+    found = {name: f"@{call}()"}
+    for field in dataclasses.fields(value):
+        if (own := getattr(value, field.name)) != field.default:
+            found |= _settings(f"{call}.{field.name}", own, scope, imports)
+    return found
 
 
 def _names(table: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -146,6 +147,21 @@ NORMS = {"layer": LayerNorm, "rms": RMSNorm, "rms_plus_one": RMSPlusOne}
 NormName = Literal["layer", "rms", "rms_plus_one"]
 # Norms of a sublayer's input, of its output, or of both.
 NormPlace = Literal["input", "output", "both"]
+
+
+def norm_places(given: NormPlace | Sequence[NormPlace], n: int) -> tuple[NormPlace, ...]:
+    """The place of norms in each of n layers of a cycle, of one for all or as many.
+
+    Raises:
+      SettingError: there are more or fewer.
+    """
+    places = (given,) * n if isinstance(given, str) else tuple(given)
+    if len(places) != n:
+        raise SettingError(
+            f"norm_place is {given} and the cycle has {n} layers: give one place for each, or one "
+            "for all"
+        )
+    return places
 
 
 def _rows(x: Float[Array, "*d D"] | None) -> Float[Array, "R D"] | None:

@@ -15,6 +15,7 @@ from reformax.declared import SettingError
 from reformax.layers import remat
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention
+from reformax.layers.layer_norm import norm_places
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
 
@@ -42,7 +43,7 @@ class ResidualStack(BlockStack):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.post_norm and self.norm_place != "input":
+        if self.post_norm and set(norm_places(self.norm_place, len(self.blocks))) != {"input"}:
             raise SettingError(
                 f"post_norm is True and norm_place {self.norm_place!r}: leave one of them out"
             )
@@ -131,7 +132,8 @@ class ResidualStack(BlockStack):
         """A sublayer's input, and the streams for their other readers."""
         if self.post_norm:
             return streams[-1].astype(self.dtype), streams
-        h, stream = self._norm.with_residual(params[f"{name}_norm"], *streams)
+        norm = params[f"{name}_norm"]
+        h, stream = self._norm_of(norm).with_residual(norm, *streams)
         return h, (stream,)
 
     def _add(

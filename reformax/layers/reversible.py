@@ -408,7 +408,8 @@ class ReversibleStack(BlockStack):
 
     def _chunk(self, block: TransformerBlock, params, x, start, rng) -> tuple[Array, Array]:
         """A chunk's output, and its input for its other readers."""
-        h, x = self._norm.with_residual(params["feed_forward_norm"], x)
+        norm = params["feed_forward_norm"]
+        h, x = self._norm_of(norm).with_residual(norm, x)
         out = block.feed_forward.apply_chunk(params["feed_forward"], h, start, rng)
         return self._residual(out), x
 

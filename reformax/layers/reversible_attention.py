@@ -68,7 +68,8 @@ class AttentionSublayer(NamedTuple):
         return out, vjp
 
     def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
-        h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
+        norm = params[f"{self.name}_norm"]
+        h, x = self.stack._norm_of(norm).with_residual(norm, x)
         qkv = self._project_normed(params, h, memory)
         if kept.stored is None:
             return self.attend(params, qkv, kept.plan), x
@@ -76,7 +77,8 @@ class AttentionSublayer(NamedTuple):
         return self.combine(params, heads, qkv.gate), x
 
     def project(self, params, x, *memory) -> QKV:
-        h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
+        norm = params[f"{self.name}_norm"]
+        h, _ = self.stack._norm_of(norm).with_residual(norm, x)
         return self._project_normed(params, h, memory)
 
     def _project_normed(self, params, h, memory) -> QKV:

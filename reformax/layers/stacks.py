@@ -24,7 +24,7 @@ from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
-from reformax.layers.layer_norm import NORMS, NoNorm, NormName, NormPlace
+from reformax.layers.layer_norm import NORMS, LayerNorm, NoNorm, NormName, NormPlace, norm_places
 from reformax.layers.matrices import Unnormed, computed
 from reformax.layers.multi_head import KEPT_MASS, MultiHead
 
@@ -78,7 +78,7 @@ class BlockStack(Layer):
         (`RMSPlusOne`).
       norm_epsilon: added to the mean square in the layers' norms.
       norm_place: with "output" sublayers read the stream as it is. The norms of outputs are the
-        sublayers' own, `output_norm`.
+        sublayers' own, `output_norm`. A sequence has one for each block of the cycle.
       scan_layers: whether the layers compile as a loop over the cycle. Then the depth does not
         change compile time. Written out, layers run faster on a GPU, because nothing is copied to
         and from arrays of all layers.
@@ -91,7 +91,7 @@ class BlockStack(Layer):
     masked: bool = False
     norm: NormName = "layer"
     norm_epsilon: NonNegative = 1e-6
-    norm_place: NormPlace = "input"
+    norm_place: NormPlace | Sequence[NormPlace] = "input"
     scan_layers: bool = True
 
     n_streams = 1
@@ -115,8 +115,9 @@ class BlockStack(Layer):
         self._sources = tuple(self._source(i) for i in range(len(self.blocks)))
         self._n_repeats = self.n_layers // len(self.blocks)
         # Streams are float32; a sublayer's norm puts out the dtype that the sublayer computes in.
-        norm = NoNorm if self.norm_place == "output" else NORMS[self.norm]
-        self._norm = norm(self.norm_epsilon, dtype=self.dtype)
+        self._norm, self._no_norm = (
+            norm(self.norm_epsilon, dtype=self.dtype) for norm in (NORMS[self.norm], NoNorm)
+        )
         n_others = 3 if self._cross else int(self.masked)
         super().__init__(n_in=self.n_streams + n_others, n_out=self.n_streams)
 
@@ -152,21 +153,23 @@ class BlockStack(Layer):
 
     def init_params(self, rng, shape, *shapes):
         params = {}
-        for i, block in enumerate(self.blocks):
+        places = norm_places(self.norm_place, len(self.blocks))
+        for i, (block, place) in enumerate(zip(self.blocks, places, strict=True)):
             rngs = jax.random.split(jax.random.fold_in(rng, i), self._n_repeats)
             # One after the other they would be as many programs, which a GPU's compiler takes a
             # minute for.
-            init = functools.partial(self._init_block, block=block, shape=shape)
+            norm = self._no_norm if place == "output" else self._norm
+            init = functools.partial(self._init_block, block=block, norm=norm, shape=shape)
             params[f"block_{i}"] = jax.vmap(init)(rngs)
         return params
 
-    def _init_block(self, rng, block: TransformerBlock, shape) -> dict[str, Any]:
+    def _init_block(self, rng, block: TransformerBlock, norm, shape) -> dict[str, Any]:
         rngs = jax.random.split(rng, 6)
         n_sublayers = self.n_layers * (3 if self._cross else 2)
         params = {}
         for name, layer in {**block.attentions, "feed_forward": block.feed_forward}.items():
             norm_rng, layer_rng = (rngs[2 * SUBLAYERS[name] + i] for i in range(2))
-            params[f"{name}_norm"] = self._norm.init_params(norm_rng, shape)
+            params[f"{name}_norm"] = norm.init_params(norm_rng, shape)
             params[name] = layer.init_params(layer_rng, shape)
             if not self.post_norm:
                 # The stream is a sum over the depth: without this, what the first layers added
@@ -249,11 +252,13 @@ class BlockStack(Layer):
         """`apply` to a part of a sequence, and the states after it."""
         raise NotImplementedError
 
+    def _norm_of(self, params) -> LayerNorm:
+        """The norm of a sublayer's input; a place without one has no weights."""
+        return self._norm if params else self._no_norm
+
     def _unnormed(self, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"] | Unnormed:
         """A sublayer's input in decoding."""
-        if self.norm_place == "output":
-            return x.astype(self.dtype)
-        return Unnormed(self._norm, params, x)
+        return Unnormed(self._norm, params, x) if params else x.astype(self.dtype)
 
     # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row. In a
     # step the products with a sublayer's matrices compute its norm and add to the stream.

@@ -38,7 +38,7 @@ from reformax.layers import (
     TransformerBlock,
 )
 from reformax.layers.dropout import rate_in
-from reformax.layers.layer_norm import NORMS
+from reformax.layers.layer_norm import NORMS, NormPlace, norm_places
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
@@ -236,6 +236,7 @@ class Model(Layer, TaskModel):
         cycle = [design.of_op(op) for op in cycle]
         options = self._attention_options()
         by_distance = self._position_bias
+        places = norm_places(design.norm_place, len(cycle))
         if cross:
             cross = design.of_op(cross)
         return [
@@ -243,6 +244,7 @@ class Model(Layer, TaskModel):
                 Attention(
                     op,
                     **options | _all_heads(op) | self._of_op(op),
+                    output_norm=place != "input",
                     causal=causal,
                     key_conv=design.key_conv if design.weighs_far(op) else None,
                     use_rotary=rotates,
@@ -251,11 +253,15 @@ class Model(Layer, TaskModel):
                     position_bias=by_distance if op.bias else None,
                     next_value=self.next_value and causal and op.never_sees_itself,
                 ),
-                self._feed_forward(),
+                self._feed_forward(place),
                 cross
-                and CrossAttention(cross, **options | {"n_qk_heads": None} | self._of_op(cross)),
+                and CrossAttention(
+                    cross,
+                    **options | {"n_qk_heads": None} | self._of_op(cross),
+                    output_norm=place != "input",
+                ),
             )
-            for op, rotates in zip(cycle, self._rotating(cycle), strict=True)
+            for op, rotates, place in zip(cycle, self._rotating(cycle), places, strict=True)
         ]
 
     def _of_op(self, op: AttentionOp) -> dict[str, Any]:
@@ -354,7 +360,6 @@ class Model(Layer, TaskModel):
             init_std=self.design.init_std,
             norm=self.design.norm,
             norm_epsilon=self.design.norm_epsilon,
-            output_norm=self.design.norm_place != "input",
             float8=self.dtype == "float8",
             mode=self.mode,
         )
@@ -368,7 +373,7 @@ class Model(Layer, TaskModel):
             )
         return self.d_model // self.n_heads
 
-    def _feed_forward(self) -> FeedForward:
+    def _feed_forward(self, norm_place: NormPlace) -> FeedForward:
         return FeedForward(
             self.d_ff,
             self.dropout,
@@ -380,7 +385,7 @@ class Model(Layer, TaskModel):
             float8=self.dtype == "float8",
             gated=self.design.ff_gated,
             bias=self.design.ff_bias,
-            output_norm=None if self.design.norm_place == "input" else self.design.norm,
+            output_norm=None if norm_place == "input" else self.design.norm,
             norm_epsilon=self.design.norm_epsilon,
         )
 

@@ -54,8 +54,8 @@ class Design:
         "rms_plus_one", whose weights are the scale minus 1 (Gemma Team 2024).
       norm_epsilon: added to the mean square in norms.
       norm_place: norms of each sublayer's "input"; its "output", before it is added to the stream
-        (as in OLMo 2, OLMo Team 2024, sec. 3.3.1); or "both" (as in Gemma 2). See `post_norm` of
-        models for a norm of the sum.
+        (as in OLMo 2, OLMo Team 2024, sec. 3.3.1); or "both" (as in Gemma 2); or one of these for
+        each layer of the cycle. See `post_norm` of models for a norm of the sum.
       embedding_scale: what embeddings are multiplied by, such as `sqrt(d_model)`; None: nothing,
         and `sqrt(d_model)` in encoder-decoders.
       init_std: the standard deviation of all fresh matrices and embeddings, such as the 0.02 of
@@ -99,7 +99,7 @@ class Design:
 
     norm: NormName = "layer"
     norm_epsilon: NonNegative = 1e-6
-    norm_place: NormPlace = "input"
+    norm_place: NormPlace | Sequence[NormPlace] = "input"
     embedding_scale: Scale | None = None
     init_std: Positive | None = None
     attention_bias: bool = False
@@ -136,6 +136,8 @@ class Design:
         check_fields(self)
         for name in ("rotary_layers", "rotary_short_factors", "rotary_long_factors"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not isinstance(self.norm_place, str):
+            object.__setattr__(self, "norm_place", tuple(self.norm_place))
         _ = self.activation, self.rotary  # each raises for what does not fit
         if self.learn_scale_by_length and self.scale_by_length is None:
             raise SettingError(

@@ -45,6 +45,9 @@ class gated_delta(Recurrence, AttentionOp):
       gated: whether the output is multiplied by silu of a projection of the layer's input, as in
         the paper. The gate begins near 0 with random signs, so a model learns slowly what to copy.
         A small language model was better without it (docs/zoo_measured.md).
+      negative_eigenvalues: whether `b_t` is twice the sigmoid, so that a step may turn the sign of
+        what the state holds for a key (Grazzi et al. 2024, "Unlocking State-Tracking in Linear RNNs
+        Through Negative Eigenvalues", sec. 4).
       memory: the positions in which a head decays to 1 / e when training begins and `keep` is 0.
         None draws each head's as Mamba 2 does, from 0.6 to 1,000 and half of them below 14. With
         few heads all of them may be short, and then nothing farther away is learnt.
@@ -59,6 +62,7 @@ class gated_delta(Recurrence, AttentionOp):
     normalized: bool = True
     norm_epsilon: NonNegative = NORM_EPSILON
     gated: bool = False
+    negative_eigenvalues: bool = False
     memory: Span | None = None
     _unit_length = True
 
@@ -84,4 +88,5 @@ class gated_delta(Recurrence, AttentionOp):
             extra_projections["keep"].astype(dtype) - bias
         )
         beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
+        beta = 2 * beta if self.negative_eigenvalues else beta
         return RecurrenceInputs(q, k, v, log_decay, beta)

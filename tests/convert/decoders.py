@@ -117,6 +117,26 @@ CASES = {
             ),
         ),
     ),
+    "olmo hybrid": ("OlmoHybrid", dict(num_hidden_layers=4)),
+    "olmo hybrid, still": (
+        "OlmoHybrid",
+        dict(rope_parameters=dict(rope_theta=None), num_hidden_layers=2),
+    ),
+    "olmo hybrid, rotary": (
+        "OlmoHybrid",
+        GROUPS
+        | dict(
+            layer_types=["full_attention", "linear_attention"] * 2,
+            num_hidden_layers=4,
+            linear_key_head_dim=8,
+            linear_num_key_heads=3,
+            linear_num_value_heads=3,
+            linear_allow_neg_eigval=False,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0),
+            rms_norm_eps=1e-3,
+            tie_word_embeddings=True,
+        ),
+    ),
     "smollm 3": ("SmolLM3", GROUPS | dict(num_hidden_layers=4)),
     "smollm 3, windows": (
         "SmolLM3",

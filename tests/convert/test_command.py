@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import re
 import sys
 
 import jax
@@ -14,6 +15,9 @@ from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import check, hugging_face, run_folder, trax_files, trax_models
 from reformax.convert.spec import Op, Spec
+from reformax.models import designs
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.step import TrainState
 
 CIRCLE = dict(count_once=False, wrap=True, self_score=-1e5)
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=2)
@@ -95,6 +99,8 @@ def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
     )
     code, out, err = convert(run, tmp_path / "hf", tmp_path / "run")
     assert (code, err) == (0, "") and "check: logits differ by at most 0," in out
+    last = re.fullmatch(r"(\d+\.\d) s, at most ([\d,]+) MiB of the process.*", out.split("\n")[-2])
+    assert 0 < float(last[1]) < 600 and 100 < int(last[2].replace(",", "")) < 100_000
     (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}"]
     code, out, err = run(evaluate.main, *flags, "--length=32")
@@ -107,6 +113,23 @@ def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
     same_file(tmp_path / "hf", tmp_path / "back")
     configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("hf", "back")]
     assert configs[0] == configs[1] and configs[0]["eos_token_id"] == 2
+
+
+def test_the_length_of_a_runs_training_leaves_with_it(tmp_path, run):
+    """That of a model that only came in is not one that it was trained on."""
+    options = dict(pos_type="rotary", ff_dropout=0.0, vocab_size=256, design=designs.llama())
+    spec = Spec.make("TransformerLM", [Op("flash", {})], **SIZES, **options)
+    params = random_params(spec)
+    folder = run_folder.write(tmp_path / "run", spec, params, {}, "A note.")
+    assert run_folder.read(folder).length is None
+    text = (folder / "config.gin").read_text().replace("length = 2048", "length = 65_536")
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(3, TrainState(np.int32(3), params, (), None), config=text)
+    checkpoints.wait()
+    code, _, err = convert(run, folder, tmp_path / "hf", "--step=3")
+    assert (code, err) == (0, "")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["max_position_embeddings"] == 65_536
 
 
 def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, run):
@@ -256,6 +279,21 @@ def test_a_task_with_more_ids_than_the_model(tmp_path, run):
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
     code, _, err = run(evaluate.main, *flags)
     assert code == 2 and "and the model vocab_size=100: set" in err
+
+
+def test_an_option_that_is_an_object_survives_its_gin_file(tmp_path):
+    """An indexer, whose candidates are an object too."""
+    from reformax.cli import config
+
+    config.parse(["dsa_stages.gin"])
+    spec = Spec.of_config()
+    indexer = spec.attention[1].option("indexer")
+    assert indexer.n_local == 16 and indexer.candidates.block_sizes == (16,)
+    lines = ["from __gin__ import dynamic_registration", "from reformax.training import loop"]
+    lines += [spec.gin(), f"loop.train.model = @lm.{spec.model}"]
+    (tmp_path / "spec.gin").write_text("\n".join(lines))
+    config.parse([str(tmp_path / "spec.gin")])
+    assert Spec.of_config() == spec
 
 
 @pytest.mark.parametrize("spec_of", [0, 1], ids=["scopes", "default cycle"])

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from reformax import generation
 from reformax.cli import errors, generate, generation_settings
 from reformax.convert import __main__ as command
-from reformax.convert import check, hugging_face, hugging_face_files
+from reformax.convert import check, hugging_face, hugging_face_decoder, hugging_face_files
 from reformax.convert.spec import Op, Spec
 from reformax.models import designs
 from tests.convert import decoders
@@ -92,6 +92,23 @@ def test_a_round_trip_gives_the_identical_arrays_and_function(name, tmp_path):
     assert {k: kept[k] for k in read.config if k != "torch_dtype"} == read.config
 
 
+@pytest.mark.parametrize(
+    "known, length, said", [(None, 65_536, 65_536), (None, 8, 8), (9, 8, 9), (9, 12, 12)]
+)
+def test_a_config_says_the_length_that_its_model_was_trained_on(known, length, said):
+    """And no less than the one that the model was read from."""
+    config = config_of("qwen3") | {"max_position_embeddings": known or 32_768}
+    like = {} if known is None else config
+    found = hugging_face_decoder.of_length(config, length, like)
+    assert found == config | {"max_position_embeddings": said}
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "phi 3, longrope", "llama, dynamic"])
+def test_a_length_by_which_positions_are_scaled_stays(name):
+    config = config_of(name)
+    assert hugging_face_decoder.of_length(config, 10**6, config) == config
+
+
 @pytest.mark.peers
 @each_case
 def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
@@ -150,6 +167,10 @@ QWEN3_5 = designs.Design(
     attention_gate="elementwise",
     rotary_layers=(False, True),
 )
+TURNING = Op("gated_delta", DELTA.options | dict(norm_epsilon=1e-5, negative_eigenvalues=True))
+HYBRID = dataclasses.replace(
+    QWEN3_5, norm="rms", norm_place=("input", "output"), qk_norm="joint", attention_gate=None
+)
 STILL = designs.llama(rotary_base=10_000.0)  # without a choice that no layer would read
 OURS = {
     "plain": ("llama", [FAR], {}),
@@ -173,6 +194,12 @@ OURS = {
         dict(design=dataclasses.replace(QWEN3_5, norm="rms")),
     ),
     "delta": ("qwen3_5_text", [DELTA, FAR], dict(design=QWEN3_5)),
+    "hybrid": ("olmo_hybrid", [TURNING, FAR], dict(design=HYBRID)),
+    "hybrid without positions": (
+        "olmo_hybrid",
+        [TURNING, FAR],
+        dict(design=dataclasses.replace(HYBRID, rotary_layers=()), pos_type="none"),
+    ),
     "delta of few heads": (
         "qwen3_5_text",
         [DELTA, FAR],

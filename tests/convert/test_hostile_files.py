@@ -244,6 +244,7 @@ def deep(n=10**5):
     return "[" * n + "]" * n
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4294967296\n"
 F8 = "has dtype F8_E4M3: expected one of F64, F32"
 FOLDERS = {
     "config that is a list": (holding("config.json", "[]"), "config.json holds no object"),
@@ -296,6 +297,27 @@ FOLDERS = {
         "config.json is a folder",
     ),
     "config that is missing": (replaced("config.json", lambda path: None), "does not exist: put"),
+    "an adapter without its model": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "is an adapter without its model: merge it",
+    ),
+    "config that Git LFS keeps elsewhere": (
+        holding("config.json", LFS),
+        "config.json is a pointer",
+    ),
+    "tensors that Git LFS keeps elsewhere": (
+        holding("model.safetensors", LFS),
+        "model.safetensors is a pointer of Git LFS: run git lfs pull in its folder",
+    ),
+    "tokenizer that Git LFS keeps elsewhere": (holding("tokenizer.json", LFS), "json is a pointer"),
+    "tokenizer that is another object": (
+        holding("tokenizer.json", '{"model": null}'),
+        "/tokenizer.json is no vocabulary (",
+    ),
+    "tokenizer of odd ids": (
+        holding("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+        "/tokenizer.json is no vocabulary (",
+    ),
     "absolute path": (
         indexed({EMBEDDING: "/etc/hostname.safetensors"}),
         "in '/etc/hostname.safetensors': expected a .safetensors file of that folder",
@@ -464,6 +486,17 @@ DECODER_FIELDS = [
         dict(model_type="qwen3_5", text_config=[]),
         "text_config is []: expected an object",
     ),
+    (
+        "olmo hybrid",
+        dict(linear_num_key_heads=3),
+        "linear_num_key_heads is 3: expected a divisor of",
+    ),
+    (
+        "olmo hybrid",
+        dict(linear_allow_neg_eigval=2),
+        "linear_allow_neg_eigval is 2: expected True",
+    ),
+    ("olmo hybrid", dict(layer_types=["linear_attention"]), "layer_types has 1 values: expected"),
     ("gemma 3", dict(use_bidirectional_attention=True), "use_bidirectional_attention is True: exp"),
     ("smollm 3", dict(no_rope_layers=[1]), "no_rope_layers has 1 values: expected num_hidden_laye"),
     ("phi 3", rope(rope_type="yarn", factor=2.0), "rope_type is 'yarn': expected one of 'default'"),

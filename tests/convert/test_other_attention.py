@@ -116,8 +116,12 @@ def test_bits_are_those_of_the_models():
     more = Op("asymmetric_lsh", {"chunk_len": 16, "n_hashes": 8})
     assert found["by_n_hashes"]["8"] == pytest.approx(plain(more, [0, 1]), abs=1e-4)
     assert abs(found["after"] - found["before"]) > 1e-3
+    # Keys and values in float32; hashing keeps more.
+    assert found["cache_bytes"]["before"] == 2 * 2 * 80 * 4 * 4 * 4
+    assert found["cache_bytes"]["after"] > found["cache_bytes"]["before"]
     assert [line.partition(":")[0] for line in lines] == [
         "bits of a token",
+        "caches of a text of 80 tokens",
         "layer 0 alone",
         "layer 1 alone",
         "by n_hashes",
@@ -162,10 +166,9 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys
     # What it is now has no format elsewhere, and with dense layers again it has.
     code, _, err = run("--from=hashed", "--to=hugging_face")
     assert code == 1 and "the attention is moba" in err
-    code, out, err = run(
-        "--from=hashed", "--to=back", "--attention=dense", "--data_dir=text.txt", "--length=256"
-    )
-    assert code == 0 and "with dense() in 1 layers" in out, err
+    flags = "--from=hashed", "--to=back", "--attention=dense", "--data_dir=text.txt"
+    code, out, err = run(*flags, "--length=256", "--tokens=5200")
+    assert code == 0 and "with dense() in 1 layers (20 rows of 256)" in out, err
     back, first = run_folder.read(tmp_path / "back"), run_folder.read(tmp_path / "gpt2")
     np.testing.assert_array_equal(logits(back.spec, back.params), logits(first.spec, first.params))
     with pytest.raises(ValueError, match="the attention is moba, expected one of dense, flash"):
@@ -203,6 +206,7 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch, capsys
         ),
         (["--from=gpt2", "--attention=moba", "--length=2048"], "the model has positions for 1024"),
         (["--layers=1"], "--layers is 1: it goes with --attention alone"),
+        (["--tokens=9"], "--tokens is 9: it goes with --attention alone"),
     ],
 )
 def test_wrong_flags(run, tmp_path, flags, words):

@@ -185,10 +185,12 @@ def reference(params, tokens, design):
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
     x = params["embedding"][np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]]
     x = x * (design.embedding_scale or 1)
+    period, places = len(params["stack"]), design.norm_place
     for i in range(2):
-        p = jax.tree.map(lambda w, i=i: w[i], params["stack"]["block_0"])
+        repeat, block = divmod(i, period)
+        p = jax.tree.map(lambda w, i=repeat: w[i], params["stack"][f"block_{block}"])
         for name, sublayer in (("attention", attention), ("feed_forward", feed_forward)):
-            place, h = design.norm_place, x
+            place, h = places if isinstance(places, str) else places[block], x
             h = h if place == "output" else normed(h, p[f"{name}_norm"], design)
             h = sublayer(h, p[name], design)
             x = x + (h if place == "input" else normed(h, p[name]["output_norm"], design))
@@ -205,6 +207,23 @@ def test_a_transformer_is_that_of_the_papers(name):
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
     want = reference(params, tokens, design)
     np.testing.assert_allclose(jax.jit(model.apply)(params, tokens, RNG), want, atol=2e-4)
+
+
+@pytest.mark.parametrize("places", [("input", "output"), ["output", "both"]])
+def test_layers_differ_in_the_places_of_norms(places):
+    """As in OLMo Hybrid, whose recurrences norm their input and whose attention its output."""
+    design = designs.Design(norm="rms", norm_place=places)
+    cycle = (flash.flash(), dense.dense())
+    model = TransformerLM(**SMALL, n_kv_heads=2, design=design, attention_type=cycle, mode="eval")
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    want = reference(params, tokens, design)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, tokens, RNG), want, atol=2e-4)
+    prefill = jax.jit(model.prefill, static_argnums=3)
+    logits, state = prefill(params, tokens[:, :5], np.array([5, 5]), LENGTH, RNG)
+    decoding, step = model.for_decoding(params), jax.jit(model.step)
+    for i in range(5, LENGTH):
+        np.testing.assert_allclose(logits, want[:, i], atol=2e-4)
+        logits, state = step(decoding, tokens[:, i], state)
 
 
 def test_layers_differ_in_angles_and_a_recurrence_in_heads():
@@ -488,6 +507,12 @@ WINDOWS = local.local(chunk_len=4)
             "recurrent_heads is 5 and no op of attention_type is",
         ),
         (dict(norm_place="both"), dict(post_norm=True), "post_norm is True and norm_place 'both'"),
+        (
+            dict(norm_place=["both", "input"]),
+            {},
+            "norm_place is .'both', 'input'. and the cycle has 1 layers: give one place for each",
+        ),
+        (dict(norm_place=["both", "in"]), {}, "norm_place is .'both', 'in'.: expected 'input'"),
         (
             dict(attention_gate="headwise"),
             dict(attention_type=gated_delta.gated_delta(gated=True)),

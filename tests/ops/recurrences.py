@@ -41,12 +41,15 @@ def gated_linear(options, params, plan, qkv, extra_projections, mask, keep):
 
 def gated_delta(options, params, plan, qkv, extra_projections, mask, keep):
     step = jnp.log1p(jnp.exp(params["bias"][:, None] - extra_projections["keep"]))
-    return _delta_rule(options, params, qkv, extra_projections["beta"], mask, step)
+    most = 2 if options.get("negative_eigenvalues") else 1
+    beta = most * jax.nn.sigmoid(extra_projections["beta"])
+    return _delta_rule(options, params, qkv, beta, mask, step)
 
 
 def kda(options, params, plan, qkv, extra_projections, mask, keep):
     step = jnp.log1p(jnp.exp(extra_projections["forget"] + params["bias"]))
-    return _delta_rule(options, params, qkv, extra_projections["beta"], mask, step)
+    beta = jax.nn.sigmoid(extra_projections["beta"])
+    return _delta_rule(options, params, qkv, beta, mask, step)
 
 
 def _delta_rule(options, params, qkv, beta, mask, step):
@@ -54,7 +57,7 @@ def _delta_rule(options, params, qkv, beta, mask, step):
     q, k, v = convolved(options, params, qkv, mask)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     decay = jnp.broadcast_to(-jnp.exp(params["rate"])[:, None] * step, k.shape)
-    beta = jnp.swapaxes(jax.nn.sigmoid(beta), 1, 2)
+    beta = jnp.swapaxes(beta, 1, 2)
     before = mask * np.tril(np.ones(mask.shape[2:]), -1)
     system = jnp.eye(k.shape[1]) + beta * _weights(before, k, k, decay)
     v = jnp.linalg.solve(system, beta * jnp.swapaxes(v, 1, 2))

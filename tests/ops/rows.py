@@ -750,6 +750,7 @@ ROWS = [
             ("gated_linear", gated_linear.gated_linear, {}, 1),
             # It solves a system in each chunk.
             ("gated_delta", gated_delta.gated_delta, {}, 3),
+            ("gated_delta_negative", gated_delta.gated_delta, {"negative_eigenvalues": (True,)}, 3),
             ("kda", kda.kda, {}, 3),
         )
     ),

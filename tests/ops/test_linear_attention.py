@@ -57,6 +57,20 @@ def test_the_delta_rule_replaces_the_value_of_a_key():
     np.testing.assert_allclose(out, x.v / 2, atol=1e-5)  # over the square root of 4
 
 
+def test_with_negative_eigenvalues_a_value_may_change_its_sign():
+    """Of one key and no decay the state becomes `2 v_t - S`, whose eigenvalue is -1."""
+    op = gated_delta.gated_delta(**PLAIN, negative_eigenvalues=True)
+    x = inputs.draw(op, length=9)
+    one = np.broadcast_to(x.k[:, :1], x.k.shape)
+    much = np.full_like(x.extra_projections["beta"], MUCH)
+    x = x._replace(q=one, k=one, extra_projections={"beta": much, "keep": much})
+    state, want = 0, []
+    for t in range(9):
+        state = 2 * x.v[:, t] - state
+        want.append(state / 2)  # over the square root of 4
+    np.testing.assert_allclose(inputs.call(op, x, causal=True), np.stack(want, 1), atol=1e-4)
+
+
 @pytest.mark.parametrize("factory", [gated_linear.gated_linear, gated_delta.gated_delta, kda.kda])
 @pytest.mark.parametrize("memory", [0.5, 12.0, 3000.0])
 def test_the_memory_that_a_training_begins_with(factory, memory):
