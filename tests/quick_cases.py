@@ -616,6 +616,7 @@ QUICK = {
             "adafactor-no_decay-weight_decay",
         ],
         "test_muon_is_its_iteration_for_the_matrices_and_adamw_for_the_rest": ["0.2-5"],
+        "test_a_step_changes_the_features_of_a_wider_model_as_much": ["0.2-True"],
     },
     "training/test_training_paths.py": {
         "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets"],
