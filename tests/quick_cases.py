@@ -68,6 +68,10 @@ QUICK = {
             "dsa_stages",
             "block_sparse",
         ],
+        "test_the_number_of_parameters_of_a_header_is_the_models": [
+            "transformer_text_64k_350m",
+            "transformer_text_64k_1300m",
+        ],
     },
     # Of the families, those of other parts than Llama's.
     "convert/test_decoders.py": {
