@@ -10,7 +10,9 @@ import optax
 import pytest
 
 from reformax.declared import SettingError
+from reformax.models import TransformerLM
 from reformax.training import optimizer
+from reformax.training.named_tensors import name_of
 from tests.helpers import assert_trees_close
 from tests.ops.rows import ROWS
 
@@ -293,7 +295,8 @@ def test_a_step_changes_the_features_of_a_wider_model_as_much(rms, tied):
 
     def changes(width, base_width):
         params, grads, features = of_width(width, tied)
-        tx = optimizer.muon(0.1, rms=rms, width=width, base_width=base_width, clip=None)
+        rate = optax.constant_schedule(0.1) if tied else 0.1
+        tx = optimizer.muon(rate, rms=rms, width=width, base_width=base_width, clip=None)
         found, _ = jax.jit(tx.update)(grads, tx.init(params), params)
         hidden = features @ found["stack"]["feed_forward"]["w1"]
         table = found["embedding"] if tied else found["logits"]["w"].T
@@ -306,6 +309,16 @@ def test_a_step_changes_the_features_of_a_wider_model_as_much(rms, tied):
     np.testing.assert_allclose(changes(64, 16), small, rtol=1e-3)
     wider = np.divide(changes(64, 64), small)
     np.testing.assert_allclose(wider[:2], [2 if rms else 1, 4], rtol=1e-3)
+
+
+@pytest.mark.parametrize("tied, readout", [(False, "logits.w"), (True, "embedding")])
+def test_the_readout_of_a_model_is_its_matrix_of_logits_or_the_tied_embedding(tied, readout):
+    sizes = dict(vocab_size=16, d_model=8, d_ff=8, n_heads=2, n_layers=1)
+    model = TransformerLM(**sizes, tie_embeddings=tied, init_std=0.02)
+    params = jax.eval_shape(lambda key: model.init_params(key, (1, 4)), jax.random.key(0))
+    groups = optimizer._groups(optimizer.MATRICES, optimizer.READOUTS, params)
+    found = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(groups)}
+    assert [name for name, x in found.items() if x == "readout"] == [readout]
 
 
 def test_one_of_two_widths_is_refused():
