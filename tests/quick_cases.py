@@ -68,6 +68,10 @@ QUICK = {
             "dsa_stages",
             "block_sparse",
         ],
+        "test_the_number_of_parameters_of_a_header_is_the_models": [
+            "transformer_text_64k_350m",
+            "transformer_text_64k_1300m",
+        ],
     },
     # Of the families, those of other parts than Llama's.
     "convert/test_decoders.py": {
@@ -617,6 +621,7 @@ QUICK = {
             "adafactor-no_decay-weight_decay",
         ],
         "test_muon_is_its_iteration_for_the_matrices_and_adamw_for_the_rest": ["0.2-5"],
+        "test_a_step_changes_the_features_of_a_wider_model_as_much": ["0.2-True"],
     },
     "training/test_training_paths.py": {
         "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets"],

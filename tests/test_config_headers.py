@@ -5,10 +5,13 @@ import json
 import re
 import shlex
 
+import jax
 import pytest
 
+from reformax.buffers import trained
 from reformax.cli import config, configs, dummy_task, evaluate, parsed, train
-from reformax.training import dry_run
+from reformax.training import dry_run, run_setup
+from reformax.training.settings import TrainSettings
 
 # A value has no mark of a sentence at its end.
 VALUE = r"""(?:'[^']*'|"[^"]*"|[^\s'"]*[^\s'".,;:)])+"""
@@ -97,3 +100,27 @@ def test_no_flag_of_a_header_is_overlooked():
         found = [words for _, words in commands_of(text)] + alternatives_of(text)
         n_settings = sum(word.startswith("--config=") for words in found for word in words)
         assert n_settings == configs.leading_comment(text).count("--config="), path.name
+
+
+COUNT = re.compile(r"([\d.]+) (million|billion) parameters")
+
+
+def counted(path):
+    """The number of parameters that a header says first, as its words; None for none."""
+    comment = configs.leading_comment(path.read_text())
+    return COUNT.search(" ".join(line.lstrip("# ") for line in comment.splitlines()))
+
+
+@pytest.mark.parametrize(
+    "path", [x for x in configs.runs() if counted(x)], ids=lambda path: path.stem
+)
+def test_the_number_of_parameters_of_a_header_is_the_models(path):
+    config.parse([str(path)])
+    settings = TrainSettings(**dummy_task.reported(lambda **settings: iter(()))[0])
+    models = run_setup.models_of(settings)
+    _, like = run_setup.first_states(settings, models, jax.random.PRNGKey(0))
+    found = sum(x.size for x in jax.tree.leaves(trained(like.params)))
+    digits, unit = counted(path).groups()
+    size = {"million": 1e6, "billion": 1e9}[unit]
+    half_a_digit = 0.5 * 10.0 ** -len(digits.partition(".")[2])
+    assert abs(found / size - float(digits)) <= half_a_digit, f"{found:,}"

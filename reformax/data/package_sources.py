@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Int64, UInt8
+
 from reformax.data import files
 from reformax.data.base import Windows, WindowSettings, byte_language_model, split_borders
 from reformax.data.text import MAX_HELD_OUT, split_text
@@ -53,6 +56,14 @@ _SHORTEST, _LONGEST = 200, 300_000
 _HASH = "--hash=sha256:"
 
 
+class Sources(NamedTuple):
+    """The sources of packages behind each other; where each file and each package begins."""
+
+    data: bytes
+    begins: Int64[np.ndarray, " d"]
+    packages: Int64[np.ndarray, " p"]
+
+
 class Pin(NamedTuple):
     """A wheel of a list."""
 
@@ -69,6 +80,7 @@ def package_sources(
     windows: Windows = "anywhere",
     document_mask: bool = False,
     max_held_out: Size = MAX_HELD_OUT,
+    whole_packages: bool = False,
 ) -> Task:
     """A byte language model of the .py files of pinned wheels.
 
@@ -87,44 +99,71 @@ def package_sources(
         `name==version --hash=sha256:...`.
       max_train: trains on the first so many bytes; valid and test stay as they are.
       windows, document_mask, max_held_out: as in `reformax.data.text.text`.
+      whole_packages: whether a held-out split begins with its first whole package, so that no
+        package is in two splits; it is then of fewer bytes. With `max_held_out=6_500_000` valid is
+        ansible-core (6,249,955 bytes), and test is pymc and what follows (5,361,816).
 
     Raises:
       FileNotFoundError: the folder, the list or a wheel is not there.
       ValueError: a wheel has another content or is damaged, a line of the list is none, data_dir is
-        a file, or the wheels hold too little text, or one document where a setting goes by them.
+        a file, or the wheels hold too little text, or one document where a setting goes by them, or
+        no package is small enough for a split of `whole_packages`.
       OSError: a file cannot be read.
     """
     found = read(data_dir, wheels)
     splits = split_text({"train": files.as_array(found.data)}, str(data_dir), max_held_out)
+    if whole_packages:
+        splits = split_packages(found, max_held_out)
     borders = split_borders({"train": found.begins}, splits)
     splits["train"] = splits["train"][:max_train]
     divided = WindowSettings(windows, document_mask)
     return byte_language_model("package_sources", splits, 0, borders, divided)
 
 
-def read(data_dir: PathName, wheels: PathName | None = None) -> files.Joined:
+def split_packages(text: Sources, max_held_out: int) -> dict[str, UInt8[np.ndarray, " n"]]:
+    """The splits of `reformax.data.text.split_text`, held-out ones from their first package on.
+
+    Raises:
+      ValueError: the last package, or that before test, is longer than a held-out split may be.
+    """
+    data = files.as_array(text.data)
+    held_out, end, parts = min(len(data) * 5 // 100, max_held_out), len(data), {}
+    for split in ("test", "valid"):
+        first = text.packages[text.packages.searchsorted(end - held_out) :]
+        if not len(first) or first[0] == end:
+            raise SettingError(
+                f"whole_packages is True and no whole package is in the {held_out:,} bytes of "
+                f"{split} (5% of the text, at most max_held_out): leave it out"
+            )
+        parts[split], end = data[first[0] : end], first[0]
+    return parts | {"train": data[:end]}
+
+
+def read(data_dir: PathName, wheels: PathName | None = None) -> Sources:
     """The text of a folder of wheels; arguments and errors are those of `package_sources`."""
     folder = files.existing(data_dir)
     if not folder.is_dir():
         raise SettingError(f"data_dir is {folder}, a file: give the folder of the wheels")
     known = LISTS.get(wheels)
     listed = known.path if known else user_path("wheels", wheels)
-    text = files.join(_sources(_found(folder, listed)))
+    sources = list(_sources(_found(folder, listed)))
+    text = files.join(source for _, source in sources)
     found = listed, len(text.data), hashlib.sha256(text.data).hexdigest()
     if known and known != found:
         raise ValueError(f"{folder}: the text of {listed} is not what it was: report this as a bug")
-    return text
+    _, first_files = np.unique([wheel for wheel, _ in sources], return_index=True)
+    return Sources(text.data, text.begins, text.begins[first_files])
 
 
-def _sources(paths: list[Path]) -> Iterator[bytes]:
-    """The .py files of wheels, each after its path."""
+def _sources(paths: list[Path]) -> Iterator[tuple[int, bytes]]:
+    """The index of a wheel and a .py file of it after its path."""
     before = set()
-    for path in paths:
+    for index, path in enumerate(paths):
         try:
             for name, source in _members(path):
                 if source not in before:
                     before.add(source)
-                    yield b"# %s\n%s" % (name.encode(), source)
+                    yield index, b"# %s\n%s" % (name.encode(), source)
         except (*files.DAMAGED, RuntimeError) as error:  # as pinned, so another copy is no better
             raise ValueError(f"{path} is damaged ({error}): pin another wheel") from error
 

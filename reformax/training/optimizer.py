@@ -312,6 +312,8 @@ def adafactor(
 
 # The matrices of a stack's linear maps: queries, keys, values, gates, outputs, hidden layers.
 MATRICES = r"(attention|feed_forward)\.w(\d|_\w+)$"
+# The matrix that logits are made by: one of its own, or else the tied embedding.
+READOUTS = r"(^|\.)logits\.w$", r"(^|\.)embedding$"
 
 
 @checked
@@ -329,6 +331,8 @@ def muon(
     clip: Positive | None = 1.0,
     matrices: Pattern = MATRICES,
     no_decay: Pattern = NO_DECAY,
+    width: Size | None = None,
+    base_width: Size | None = None,
 ) -> Optimizer:
     """Muon for the matrices of a stack, and AdamW for all else (Jordan et al. 2024, "Muon").
 
@@ -355,15 +359,23 @@ def muon(
       clip: as in `adam`.
       matrices: a regular expression, found in the names of Muon's matrices.
       no_decay: as in `adamw`.
+      width, base_width: the model's `d_model`, and that of a smaller model whose rates these are;
+        None: they are this one's. See `rates_by_width`. The record has them as they are given.
 
     Raises:
-      SettingError: no trained parameter's name has `matrices` in it, when the state is made.
+      SettingError: no trained parameter's name has `matrices` in it, when the state is made; or one
+        of two widths is given.
     """
     decays = dict(weight_decay=weight_decay, mask=_decay_mask(no_decay))
+    if (width is None) != (base_width is None):
+        raise SettingError(
+            f"width is {width} and base_width is {base_width}: give both, or leave both out"
+        )
+    of_matrices, of_readout = rates_by_width(width or 1, base_width or 1, rms)
 
     def of_rates(rate, adam_rate=None) -> optax.GradientTransformation:
         by_muon = optax.contrib.muon(
-            rate,
+            _times(of_matrices, rate),
             ns_steps=n_iterations,
             beta=momentum,
             weight_decay=weight_decay,
@@ -371,20 +383,47 @@ def muon(
             muon_weight_dimension_numbers=_axes_of_matrices,
             consistent_rms=rms,
         )
-        by_adam = optax.adamw(rate if adam_rate is None else adam_rate, b1, b2, eps, **decays)
-        transforms = {"muon": by_muon, "adam": by_adam}
-        return optax.partition(transforms, functools.partial(_groups, matrices))
+        adam_rate = rate if adam_rate is None else adam_rate
+        transforms = {"muon": by_muon, "adam": optax.adamw(adam_rate, b1, b2, eps, **decays)}
+        adam_rate = _times(of_readout, adam_rate)
+        transforms["readout"] = optax.adamw(adam_rate, b1, b2, eps, **decays)
+        groups = functools.partial(_groups, matrices, READOUTS if width else ())
+        return optax.partition(transforms, groups)
 
     others = () if adam_learning_rate is None else (adam_learning_rate,)
     return _optimizer(learning_rate, clip, of_rates, *others)
 
 
-def _groups(matrices: str, params):
-    """The name of each parameter's optimizer, "muon" or "adam"."""
+def rates_by_width(width: int, base_width: int, rms: float | None) -> tuple[float, float]:
+    """What Muon's rate, and that of the matrix of logits, are multiplied by in a wider model.
+
+    An update's spectral norm should stay the root of outputs / inputs at every width (Yang et al.
+    2023, "A Spectral Condition for Feature Learning", condition 1). A matrix of equal singular
+    values and a given root mean square has the root of its size, so that Muon's rate falls with the
+    root of the width; without `rms` the norm is that already. Adam's updates of the matrix of
+    logits add up along the features, so that its rate falls with the width; it stays for
+    embeddings that are not tied, norms and biases (Yang et al. 2022, "Tensor Programs V", table 3).
+    """
+    ratio = base_width / width
+    return 1.0 if rms is None else math.sqrt(ratio), ratio
+
+
+def _times(factor: float, rate: float | optax.Schedule) -> float | optax.Schedule:
+    if factor == 1:
+        return rate
+    return (lambda count: factor * rate(count)) if callable(rate) else factor * rate
+
+
+def _groups(matrices: str, readouts: Sequence[str], params):
+    """The name of each parameter's optimizer: "muon", "adam", or "readout" for Adam of logits."""
+    names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    found = (x for x in readouts if any(re.search(x, name) for name in names))
+    readout = next(found, None)
 
     def group(path, leaf):
-        found = leaf.ndim >= 2 and re.search(matrices, name_of(path), re.IGNORECASE)
-        return "muon" if found else "adam"
+        if leaf.ndim >= 2 and re.search(matrices, name_of(path), re.IGNORECASE):
+            return "muon"
+        return "readout" if readout and re.search(readout, name_of(path)) else "adam"
 
     groups = jax.tree_util.tree_map_with_path(group, params)
     if "muon" not in jax.tree.leaves(groups):

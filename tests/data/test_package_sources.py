@@ -1,12 +1,15 @@
 """The text of pinned wheels, with tiny wheels in the place of the published ones."""
 
+import functools
 import hashlib
 import os
+import re
 import zipfile
 
 import pytest
 
 from reformax.data import package_sources
+from reformax.data.base import SPLITS
 from reformax.data.package_sources import LISTS, Known, pins
 from reformax.data.text import text
 
@@ -83,6 +86,25 @@ def test_held_out_text_has_the_size_that_is_asked(listed, tmp_path):
         for n in (10**9, 7)
     )
     assert whole.n_targets("test") > part.n_targets("test") == part.n_targets("valid") == 7
+
+
+def test_no_package_is_in_two_splits_of_whole_packages(tmp_path, content, fails_in_one_line):
+    sizes = dict(zip("abcdef", (40, 20, 2, 2, 1, 1), strict=True))
+    members = {
+        name: {f"{name}/{i}.py": b"%s = %d\n" % (name.encode(), i) * 50 for i in range(n)}
+        for name, n in sizes.items()
+    }
+    lines = [write_wheel(tmp_path, f"{name}-1", members[name]) for name in sizes]
+    (tmp_path / "list").write_text("".join(lines))
+    make = functools.partial(package_sources.package_sources, str(tmp_path), str(tmp_path / "list"))
+    parts = {split: content(make(whole_packages=True), split) for split in SPLITS}
+    found = {split: set(re.findall(rb"^# (\w)/", parts[split], re.M)) for split in SPLITS}
+    assert found == {"train": {b"a", b"b", b"c"}, "valid": {b"d"}, "test": {b"e", b"f"}}
+    assert b"".join(parts[split] for split in SPLITS) == content(make())
+    assert all(x.startswith(b"# ") for x in parts.values())
+    assert max(len(parts["valid"]), len(parts["test"])) <= len(content(make())) * 5 // 100
+    with fails_in_one_line(ValueError, "whole_packages is True and no whole package .* 7 bytes of"):
+        make(whole_packages=True, max_held_out=7)
 
 
 def test_a_missing_wheel_is_named_with_the_command(listed, tmp_path, fails_in_one_line):

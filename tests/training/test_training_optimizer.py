@@ -10,7 +10,9 @@ import optax
 import pytest
 
 from reformax.declared import SettingError
+from reformax.models import TransformerLM
 from reformax.training import optimizer
+from reformax.training.named_tensors import name_of
 from tests.helpers import assert_trees_close
 from tests.ops.rows import ROWS
 
@@ -127,6 +129,7 @@ OPTIONS = [
     (optimizer.muon, dict(clip=1e-8), {}),
     (optimizer.muon, dict(matrices="w_q"), {}),
     (optimizer.muon, dict(no_decay="logits"), {}),
+    (optimizer.muon, dict(width=32, base_width=16), {}),
     (optimizer.adafactor, dict(learning_rate=0.1), {}),
     (optimizer.adafactor, dict(decay_rate=0.3), {}),
     (optimizer.adafactor, dict(momentum=0.9), {}),
@@ -266,6 +269,62 @@ def test_muons_momentum_may_be_bfloat16():
     state = optimizer.muon(momentum_dtype="bfloat16").init(STACK)
     shapes = {x.shape for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16}
     assert shapes == {(2, 3, 6, 4), (2, 3, 4, 6), (2, 6, 9)}
+
+
+def of_width(width, tied):
+    """Parameters of a model of a width and the same logits, and gradients of rank one."""
+    rng = np.random.default_rng(0)
+    features = rng.choice([-1.0, 1.0], width)  # of root mean square 1
+    signs = rng.choice([-1.0, 1.0], 8)
+    block = {"attention_norm": {"scale": jnp.ones(width)}}
+    block["feed_forward"] = {"w1": jnp.zeros((width, 2 * width))}
+    params = {"embedding": jnp.zeros((8, width)), "stack": block}
+    up = np.outer(features, rng.choice([-1.0, 1.0], 2 * width))
+    grads = {"embedding": jnp.outer(signs, features)}
+    grads["stack"] = {"attention_norm": {"scale": features}, "feed_forward": {"w1": jnp.array(up)}}
+    if not tied:
+        params["logits"] = {"w": jnp.zeros((width, 8))}
+        grads["logits"] = {"w": jnp.outer(features, signs)}
+    return params, grads, features
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rms", [0.2, None])
+def test_a_step_changes_the_features_of_a_wider_model_as_much(rms, tied):
+    """Each change along the features that the gradients are of."""
+
+    def changes(width, base_width):
+        params, grads, features = of_width(width, tied)
+        rate = optax.constant_schedule(0.1) if tied else 0.1
+        tx = optimizer.muon(rate, rms=rms, width=width, base_width=base_width, clip=None)
+        found, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+        hidden = features @ found["stack"]["feed_forward"]["w1"]
+        table = found["embedding"] if tied else found["logits"]["w"].T
+        logits, scale = table @ features, found["stack"]["attention_norm"]["scale"]
+        others = [scale] if tied else [scale, found["embedding"]]
+        return [float(jnp.sqrt(jnp.mean(x**2))) for x in (hidden, logits, *others)]
+
+    small = changes(16, 16)
+    assert min(small) > 1e-3
+    np.testing.assert_allclose(changes(64, 16), small, rtol=1e-3)
+    wider = np.divide(changes(64, 64), small)
+    np.testing.assert_allclose(wider[:2], [2 if rms else 1, 4], rtol=1e-3)
+
+
+@pytest.mark.parametrize("tied, readout", [(False, "logits.w"), (True, "embedding")])
+def test_the_readout_of_a_model_is_its_matrix_of_logits_or_the_tied_embedding(tied, readout):
+    sizes = dict(vocab_size=16, d_model=8, d_ff=8, n_heads=2, n_layers=1)
+    model = TransformerLM(**sizes, tie_embeddings=tied, init_std=0.02)
+    params = jax.eval_shape(lambda key: model.init_params(key, (1, 4)), jax.random.key(0))
+    groups = optimizer._groups(optimizer.MATRICES, optimizer.READOUTS, params)
+    found = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(groups)}
+    assert [name for name, x in found.items() if x == "readout"] == [readout]
+
+
+def test_one_of_two_widths_is_refused():
+    with pytest.raises(SettingError, match="width is 64 and base_width is None: give both") as e:
+        optimizer.muon(width=64)
+    assert "\n" not in str(e.value)
 
 
 def test_muon_refuses_a_model_without_matrices():
