@@ -161,7 +161,7 @@ QUICK = {
     "layers/test_feed_forward.py": {
         "test_chunks_change_neither_output_nor_gradients": ["3-64", "5-1"],
         "test_dropout_on_the_hidden_layer_and_on_the_output": ["16"],
-        "test_the_kernel_is_the_same_function": ["float32-775-0.3-8-gelu"],
+        "test_the_kernel_is_the_same_function": ["float32-775-0.3-8-gelu-True"],
         "test_the_kernel_lowers_for_a_gpu": ["513-0.1"],
     },
     "layers/test_fewer_heads.py": {
@@ -229,10 +229,7 @@ QUICK = {
         "test_a_prompt_is_the_forward_whatever_the_algorithm": [],
         "test_bfloat16": ["transformer, rotary"],
         "test_every_op_decodes_in_a_model": ["linear"],
-        "test_every_position_is_that_of_the_forward": [
-            "transformer, rotary",
-            "reformer, one head of local keys",
-        ],
+        "test_every_position_is_that_of_the_forward": ["reformer, one head of local keys"],
     },
     "models/test_designs.py": {
         "test_steps_of_decoding_are_rows_of_the_whole": [
@@ -240,7 +237,7 @@ QUICK = {
             "key_conv, normed-dsa",
         ],
         "test_an_algorithm_chooses_by_convolved_keys": ["op1"],
-        "test_packed_rows_compute_what_single_ones_do": ["scaled, learnt", "key_conv"],
+        "test_packed_rows_compute_what_single_ones_do": ["key_conv"],
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
@@ -248,10 +245,7 @@ QUICK = {
         "test_hashing_keeps_documents_apart": ["chunks"],
     },
     "models/test_encoder.py": {
-        "test_cudnn_is_asked_and_told_the_lengths_of_rows": [
-            "reversible",
-            "a vector before pairs",
-        ],
+        "test_cudnn_is_asked_and_told_the_lengths_of_rows": ["reversible"],
     },
     "models/test_kept_mass.py": {
         "test_no_way_of_computing_a_transformer_changes_it": ["{'remat_policy': 'attention'}"],
@@ -488,7 +482,7 @@ QUICK = {
         "test_heads_of_256": ["gated_delta"],
     },
     "ops/test_without_the_matrix.py": {
-        "test_a_few_heads_at_a_time": ["flash"],
+        "test_a_few_heads_at_a_time": ["3-flash"],
         "test_a_kernels_summaries_are_merged": ["False-segment_ids"],
         "test_chunks_above_the_diagonal_cost_nothing": ["47-47-flash"],
         "test_kernels_keep_the_small_gradients_of_float16": ["flash"],
@@ -663,5 +657,8 @@ QUICK = {
             "bfloat16-longformer",
             "float32-linformer",
         ],
+    },
+    "ops/test_top_k.py": {
+        "test_it_chooses_what_a_stable_sort_does": ["16-False-512"],
     },
 }
