@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -107,8 +108,12 @@ def no_programs_of_others():
     """What a module has traced and compiled goes with it.
 
     JAX would keep it all: gigabytes, which each garbage collection of later tests looks through.
+    Its programs are of one context of MLIR, where JAX makes one for each, in five milliseconds.
     """
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        if mlir := sys.modules.get("jax._src.interpreters.mlir"):
+            patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
+        yield
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
         gc.collect()
@@ -133,6 +138,27 @@ def drawing():
 def figures(drawing, monkeypatch):
     """Runs draw their figures."""
     monkeypatch.setattr("reformax.training.curves.draw", drawing)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reading():
+    """What reads a checkpoint.
+
+    Only tests that ask for `reader_process` have the process for it, which takes half a second.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if arrays := sys.modules.get("reformax.training.arrays"):
+            answered = arrays._answered
+            patch.setattr(arrays, "_answered", arrays.array_reader.answered)
+            yield answered
+        else:
+            yield
+
+
+@pytest.fixture
+def reader_process(reading, monkeypatch):
+    """A process of its own reads checkpoints, as it does those of anybody."""
+    monkeypatch.setattr("reformax.training.arrays._answered", reading)
 
 
 @pytest.fixture

@@ -35,19 +35,16 @@ QUICK = {
         "test_a_program_says_what_is_visited_and_seen": ["False-None", "True-0.7"],
     },
     "ops/test_kept_mass.py": {
-        "test_the_share_is_that_of_the_whole_matrix": ["False-moba", "True-lsh", "True-smyrf"],
+        "test_the_share_is_that_of_the_whole_matrix": ["False-moba", "True-lsh"],
     },
     "ops/test_learned_sinks.py": {
         "test_kernels_of_half_precision_and_with_dropout": ["0.3"],
-        "test_one_more_logit": [
-            "True-None-dense, auto",
-            "False-segment_ids1-flash, auto",
-            "False-segment_ids1-flash, interpreted",
-        ],
+        "test_one_more_logit": ["True-None-dense, auto", "False-segment_ids1-flash, interpreted"],
+        "test_decoding_has_the_sinks": ["dense, auto", "flash, interpreted"],
+        "test_sinks_far_below_and_with_a_soft_cap": ["flash"],
     },
     "convert/test_command.py": {
         "test_what_trax_lacks_is_refused_before_anything_is_written": [
-            "model.pkl.gz-run-wrap-False",
             "run-model.pkl.gz-count_once-True",
         ],
     },
@@ -76,7 +73,6 @@ QUICK = {
     # Of the families, those of other parts than Llama's.
     "convert/test_decoders.py": {
         "test_logits_and_greedy_tokens_are_those_of_the_fixture": [
-            "llama 3.1",
             "qwen3.5",
             "gemma 3, narrow",
             "olmo hybrid, still",
@@ -96,13 +92,12 @@ QUICK = {
         "test_a_model_of_ours_goes_out_as_the_first_family_that_holds_it": [
             "windows rotate",
             "hybrid without positions",
-            "delta of few heads",
         ],
         "test_a_folder_becomes_a_run_and_goes_back": ["llama 3.1"],
         "test_settings_of_generation_are_those_of_the_command": [],
     },
     "convert/test_hugging_face.py": {
-        "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
+        "test_logits_are_those_of_transformers": ["rounds-8"],
         "test_without_segments_and_with_other_rotations": [],
     },
     "convert/test_other_attention.py": {
@@ -119,8 +114,9 @@ QUICK = {
     },
     "data/test_pathfinder.py": {"test_what_is_painted_is_near_a_line": ["32", "64"]},
     "data/test_token_files.py": {
-        "test_bytes_are_those_of_memory": ["zeros.txt", "dataset", "kinds"],
+        "test_bytes_are_those_of_memory": ["dataset", "kinds"],
         "test_pieces_are_those_of_memory": ["bpe-a.txt", "tokenizers-kinds"],
+        "test_errors_of_other_processes_name_the_line": ["b.jsonl-1"],
     },
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
     "evals/test_likelihood.py": {
@@ -131,8 +127,8 @@ QUICK = {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
         "test_decoding_computes_the_last_row_of_attention_so_far": ["flash()"],
         "test_a_recurrence_reads_several_more_tokens": [],
-        "test_flax_s_own_linen_module_with_an_op": ["flash()"],
-        "test_flax_s_own_modules_with_other_algorithms": ["lsh"],
+        "test_flax_s_own_linen_module_with_an_op": [],
+        "test_flax_s_own_modules_with_other_algorithms": [],
         "test_weights_and_gates_of_an_op": ["gated_linear(gate_rank=3)"],
         "test_values_of_more_heads": [],
         "test_grouped_keys_and_rotary_positions": ["op0"],
@@ -141,7 +137,7 @@ QUICK = {
         "test_a_prompt_in_pieces_is_the_whole_prompt": [],
     },
     "generation/test_states.py": {
-        "test_a_text_in_two_calls_is_that_of_one": ["gated_delta-TransformerLM"],
+        "test_a_text_in_two_calls_is_that_of_one": ["linear-TransformerLM"],
     },
     # Of any number of beams the search is compared with one that is written out.
     "generation/test_translate.py": {
@@ -177,7 +173,7 @@ QUICK = {
     "layers/test_feed_forward.py": {
         "test_chunks_change_neither_output_nor_gradients": ["3-64", "5-1"],
         "test_dropout_on_the_hidden_layer_and_on_the_output": ["16"],
-        "test_the_kernel_is_the_same_function": ["float32-775-0.3-8-gelu"],
+        "test_the_kernel_is_the_same_function": ["float32-775-0.3-8-gelu-True"],
         "test_the_kernel_lowers_for_a_gpu": ["513-0.1"],
     },
     "layers/test_fewer_heads.py": {
@@ -202,7 +198,7 @@ QUICK = {
     },
     "layers/test_remat.py": {
         "test_memory_is_in_the_order_of_the_policies": ["local(chunk_len=16)-ReversibleStack"],
-        "test_losses_and_gradients_are_those_of_every_policy": ["residual-local"],
+        "test_losses_and_gradients_are_those_of_every_policy": ["attention-residual-local"],
         "test_offloading_changes_no_number": ["ResidualStack"],
     },
     "layers/test_residual.py": {
@@ -212,6 +208,10 @@ QUICK = {
         ],
         "test_the_kernel_of_a_norm_is_the_same_function": ["37-24-bfloat16-dtypes1-RMSNorm"],
         "test_post_norm_layers_that_are_written_out_compute_the_same": [],
+        "test_a_memory_and_its_reader_are_masked_apart": [
+            "ResidualStack-stream",
+            "ReversibleStack-memory",
+        ],
     },
     "layers/test_reuse.py": {
         "test_it_computes_what_the_other_one_does_without_an_indexer": ["op0"],
@@ -241,21 +241,15 @@ QUICK = {
         "test_a_prompt_is_the_forward_whatever_the_algorithm": [],
         "test_bfloat16": ["transformer, rotary"],
         "test_every_op_decodes_in_a_model": ["linear"],
-        "test_every_position_is_that_of_the_forward": [
-            "transformer, rotary",
-            "reformer, one head of local keys",
-        ],
+        "test_every_position_is_that_of_the_forward": ["reformer, one head of local keys"],
     },
     "models/test_designs.py": {
         "test_steps_of_decoding_are_rows_of_the_whole": [
-            "qwen3-transformer",
             "scaled, learnt-groups",
-            "partial yarn-slots",
             "key_conv, normed-dsa",
-            "llama3-two streams",
         ],
         "test_an_algorithm_chooses_by_convolved_keys": ["op1"],
-        "test_packed_rows_compute_what_single_ones_do": ["scaled, learnt", "key_conv"],
+        "test_packed_rows_compute_what_single_ones_do": ["key_conv"],
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
@@ -263,10 +257,7 @@ QUICK = {
         "test_hashing_keeps_documents_apart": ["chunks"],
     },
     "models/test_encoder.py": {
-        "test_cudnn_is_asked_and_told_the_lengths_of_rows": [
-            "reversible",
-            "a vector before pairs",
-        ],
+        "test_cudnn_is_asked_and_told_the_lengths_of_rows": ["reversible"],
     },
     "models/test_kept_mass.py": {
         "test_no_way_of_computing_a_transformer_changes_it": ["{'remat_policy': 'attention'}"],
@@ -351,13 +342,13 @@ QUICK = {
         "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": ["clusters-packed-True"],
         "test_cost_grows_slower_than_pairs": ["levels"],
         "test_a_kernel_chooses_among_candidates_what_array_operations_do": ["hashed relu"],
-        "test_later_tokens_change_no_choice": ["grouped", "levels", "clustered", "hashed"],
+        "test_later_tokens_change_no_choice": ["levels", "hashed"],
         "test_no_array_holds_all_pairs": ["None"],
         "test_tiles_choose_what_one_row_of_scores_does": [
             "all-9-packed-True",
             "grouped-14-whole-False",
         ],
-        "test_what_padding_holds_changes_no_choice": ["levels", "coded"],
+        "test_what_padding_holds_changes_no_choice": ["levels"],
     },
     "ops/test_compressed.py": {
         "test_no_summary_of_the_future_is_seen": ["csa"],
@@ -392,17 +383,10 @@ QUICK = {
         "test_summaries_and_blocks": ["block_size"],
         "test_a_call_and_its_gradients": [
             "limitless-options0-n",
-            "op2-options2-n",
             "block_sparse-options4-block_size",
             "longformer-options9-dilation",
-            "sinks-options10-n_sinks",
         ],
-        "test_a_step": [
-            "op1-options1-n",
-            "lsh-options5-chunk_len",
-            "long_short-options6-chunk_len",
-            "longformer-options7-window",
-        ],
+        "test_a_step": ["op1-options1-n", "longformer-options7-window"],
         "test_tokens_that_can_be_global": ["longformer-near0-far0", "block_sparse-near2-far2"],
     },
     "ops/test_linear_attention.py": {
@@ -411,35 +395,21 @@ QUICK = {
         "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
     },
     "ops/test_logits.py": {
-        "test_a_learnt_factor_is_one_of_each_head": ["lsh-xla"],
+        "test_a_learnt_factor_is_one_of_each_head": ["flash-xla"],
         "test_kernels_compute_what_array_operations_do": ["flash"],
-        "test_against_the_oracle": [
-            "True-flash",
-            "False-lsh",
-            "True-longformer",
-            "False-linformer",
-        ],
-        "test_padding_changes_no_real_position": ["flash"],
-        "test_padding_may_hold_anything": ["linformer", "longformer"],
-        "test_a_learnt_factor_stands_beside_other_weights": ["factory2", "factory3", "factory5"],
-        "test_the_number_of_keys_seen": [
-            "none-True-5-9",
-            "one-True-7-7",
-            "pair-True-5-9",
-            "pair-False-9-5",
-        ],
-        "test_no_op_ignores_an_option": [
-            "lsh-soft_cap",
-            "flash-scale_by_length",
-            "linformer-soft_cap",
-            "longformer-scale_by_length",
-        ],
+        "test_against_the_oracle": ["True-flash", "False-linformer"],
+        # what padding holds changes nothing
+        "test_padding_changes_no_real_position": [],
+        "test_padding_may_hold_anything": ["longformer"],
+        "test_a_learnt_factor_stands_beside_other_weights": ["factory2", "factory5"],
+        "test_the_number_of_keys_seen": ["one-True-7-7", "pair-False-9-5"],
+        "test_no_op_ignores_an_option": ["flash-scale_by_length", "linformer-soft_cap"],
         "test_a_step_is_the_last_row": ["lsh"],
     },
     "ops/test_low_rank.py": {
         "test_the_kernel_of_long_short_attention_is_the_same_function": ["True-options2-True"],
         "test_performers_features_of_some_positions_at_a_time": ["interpreted-bfloat16-anywhere"],
-        "test_landmarks_are_means_of_equal_segments": ["12-4", "3-7"],
+        "test_landmarks_are_means_of_equal_segments": ["12-4"],
         "test_long_short_computes_blocks_in_groups_as_at_once": [],
         "test_long_short_without_its_long_part_is_local": ["True"],
         "test_performers_memory_has_no_features_of_all_positions": ["True"],
@@ -467,36 +437,27 @@ QUICK = {
         "test_kernels_select_what_array_operations_do": ["heads2-sizes2-bfloat16-32768-options2"],
     },
     "ops/test_padding.py": {
-        "test_booleans_are_ids": [
-            "behind-lsh",
-            "anywhere-linear",
-            "anywhere-longformer",
-            "anywhere-linformer",
-        ],
-        "test_lengths_are_booleans": ["True-linear", "False-flash"],
+        "test_booleans_are_ids": ["anywhere-linear", "anywhere-longformer"],
+        "test_lengths_are_booleans": ["False-flash"],
         "test_padding_costs_linear_attention_no_sort_and_no_mask": [
             "True-lengths",
             "False-segment_ids",
         ],
     },
     "ops/test_placement.py": {
-        "test_rows_and_heads_are_computed_where_they_lie": ["linear", "linformer", "lsh"],
-        "test_a_mesh_may_be_in_use": [
-            "performer(seed=1)-True",
-            "lsh(chunk_len=8)-False",
-            "flash()-True",
-        ],
+        "test_rows_and_heads_are_computed_where_they_lie": ["lsh"],
+        "test_a_mesh_may_be_in_use": ["lsh(chunk_len=8)-False", "flash()-True"],
     },
     "ops/test_poison.py": {
-        "test_at_padding_and_in_another_example": ["linformer", "lsh"],
-        "test_behind_a_prompt": ["linear", "lsh"],
-        "test_behind_causality": ["flash", "linear"],
-        "test_in_another_segment": ["flash", "linear", "longformer", "lsh"],
+        "test_at_padding_and_in_another_example": ["linformer"],
+        "test_behind_a_prompt": ["lsh"],
+        "test_behind_causality": ["flash"],
+        "test_in_another_segment": ["linear", "longformer"],
     },
     "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
     "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},
     "ops/test_reading.py": {
-        "test_a_piece_is_its_steps": ["linear", "lsh"],
+        "test_a_piece_is_its_steps": ["lsh"],
         "test_slabs_of_a_cache_are_one_softmax": ["5"],
     },
     "ops/test_recall.py": {"test_separate_queries_and_keys_find_each_other": ["smyrf-False"]},
@@ -506,7 +467,7 @@ QUICK = {
         "test_the_loop_over_positions": [],
     },
     "ops/test_second_order.py": {
-        "test_every_finite_score_counts": ["flash", "longformer", "lsh"],
+        "test_every_finite_score_counts": ["flash"],
     },
     "ops/test_separate_orders.py": {
         "test_a_plan_made_for_the_kernel_serves_array_operations": ["smyrf"],
@@ -514,8 +475,8 @@ QUICK = {
         "test_the_kernel_hashes_as_array_operations_do": ["bfloat16"],
     },
     "ops/test_shards.py": {
-        "test_rows_are_those_of_the_whole_batch": ["linformer", "lsh"],
-        "test_steps_are_those_of_the_whole_batch": ["linear", "lsh"],
+        "test_rows_are_those_of_the_whole_batch": ["linformer"],
+        "test_steps_are_those_of_the_whole_batch": ["linear"],
         "test_rows_and_heads_are_split": ["linear()", "local(chunk_len=4)"],
         "test_queries_are_split_and_keys_are_whole": ["flash()"],
     },
@@ -523,15 +484,15 @@ QUICK = {
         "test_causal_attention_moved_by_one_position": ["9-True", "1-False"],
     },
     "ops/test_strict.py": {
-        "test_both_passes": ["linear", "linformer", "lsh"],
+        "test_both_passes": ["linear", "lsh"],
     },
     "ops/test_value_heads.py": {
         "test_a_layer_projects_fewer_heads": ["retention"],
-        "test_it_is_repeated_queries_and_keys": ["linear", "linformer"],
+        "test_it_is_repeated_queries_and_keys": ["linear"],
         "test_heads_of_256": ["gated_delta"],
     },
     "ops/test_without_the_matrix.py": {
-        "test_a_few_heads_at_a_time": ["flash"],
+        "test_a_few_heads_at_a_time": ["3-flash"],
         "test_a_kernels_summaries_are_merged": ["False-segment_ids"],
         "test_chunks_above_the_diagonal_cost_nothing": ["47-47-flash"],
         "test_kernels_keep_the_small_gradients_of_float16": ["flash"],
@@ -543,6 +504,7 @@ QUICK = {
         "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],
         "test_a_kernels_gradient_is_that_of_array_operations": ["True-True-0.3"],
         "test_the_kernel_of_dense_attention_is_the_same_function": ["True"],
+        "test_a_bias_hides": ["flash"],
     },
     "ops/test_x64.py": {
         "test_decoding": ["local"],
@@ -554,10 +516,7 @@ QUICK = {
         "test_the_last_state_is_that_of_decoding": ["kda"],
     },
     "test_dry_run.py": {
-        "test_a_dry_run_needs_no_data_and_no_extra": [
-            "reformer_text.gin-sizes0",
-            "enwik8.gin-sizes1",
-        ],
+        "test_a_dry_run_needs_no_data_and_no_extra": ["enwik8.gin-sizes1"],
     },
     "training/test_training_carried.py": {"test_the_change_arrives": ["slots"]},
     "training/test_training_checkpoint.py": {
@@ -656,10 +615,10 @@ QUICK = {
     "benchmarks/test_trained_rows.py": {
         "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
         "test_every_deep_row_is_a_model_of_48_layers": [
-            "Transformer, attention kept",
             "reversible, all again",
             "Transformer, all again, offloaded",
         ],
+        "test_the_table_times_each_pass_of_its_own": ["flash"],
     },
     "test_examples.py": {
         "test_an_example_trains_evaluates_and_samples": ["train_flax-flax"],
@@ -692,5 +651,27 @@ QUICK = {
             "bias and mask-dense",
         ],
         "test_of_two_sequences_and_without_a_batch": ["flash"],
+    },
+    "ops/test_nan_scores.py": {
+        "test_nan_comes_out": [
+            "moba-xla",
+            "nsa-xla",
+            "dsa-xla",
+            "csa-xla",
+            "moba-interpreted",
+            "dsa, blocks-interpreted",
+        ],
+    },
+    "ops/test_lowering_for_tpu.py": {
+        "test_a_call_and_its_gradients": [
+            "float32-flash",
+            "bfloat16-lsh",
+            "float32-linear",
+            "bfloat16-longformer",
+            "float32-linformer",
+        ],
+    },
+    "ops/test_top_k.py": {
+        "test_it_chooses_what_a_stable_sort_does": ["16-False-512"],
     },
 }

@@ -14,6 +14,7 @@ from reformax.models import TransformerLM
 from reformax.ops import dense, dsa, linear, linformer, lsh, nsa, routing, shared_qk, smyrf
 from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
+from tests.layers import plain
 from tests.ops.rows import ROWS, Shape, except_self
 
 LENGTH = 40
@@ -95,7 +96,7 @@ def test_heads_that_share_keys_are_read_apart():
         mode="eval",
     )
     tokens, rng = jax.random.randint(jax.random.key(1), (1, 24), 1, 16), jax.random.key(0)
-    params = model.init_params(rng, tokens.shape)
+    params = plain.init(model, tokens.shape)
     (layer,) = coverage.layers(model, params, tokens, rng)
     assert layer.k.shape == layer.q.shape and np.array_equal(layer.k[:, :, 0], layer.k[:, :, 1])
     of_best = coverage.found(3, layer, rng)

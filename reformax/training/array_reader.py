@@ -220,24 +220,37 @@ def _limit_memory(wanted: Mapping[str, Wanted]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main() -> None:
-    """Answers a request."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the other process decides what a signal ends
-    request, answer = json.load(sys.stdin), {}
+def answered(
+    request: Mapping[str, Any], limit: Callable[[Mapping[str, Wanted]], None] | None = None
+) -> dict[str, Any]:
+    """The answer to a request, whose numbers are in its file then.
+
+    Args:
+      request: the `folder`, the `tensors` of `packed`, and the descriptor of the `file`.
+      limit: is called before anything is read.
+    """
     import tensorstore  # noqa: F401  its numbers of fewer bits are NumPy's dtypes from here on
 
     try:
         wanted = _unpacked(request["tensors"])
         out = arrays_in(mmap.mmap(request["file"], size_of_file(wanted)), wanted)
-        _limit_memory(wanted)
+        if limit is not None:
+            limit(wanted)
         read(Path(request["folder"]), wanted, out)
     except Unfit as error:
-        answer = {"unfit": str(error)}
+        return {"unfit": str(error)}
     except OSError as error:
-        answer = {"errno": error.errno, "path": error.filename, "text": str(error)}
+        return {"errno": error.errno, "path": error.filename, "text": str(error)}
     except BaseException as error:
-        answer = {"text": f"{type(error).__name__}: {error}"}
+        return {"text": f"{type(error).__name__}: {error}"}
+    return {}
+
+
+def main() -> None:
+    """Answers a request."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the other process decides what a signal ends
+    answer = answered(json.load(sys.stdin), _limit_memory)
     sys.stdout.write(json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)  # tensorstore's threads need not end

@@ -191,30 +191,15 @@ def restore(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, list[np.nda
     try:
         os.ftruncate(file, size)
         request = {"folder": str(folder), "tensors": array_reader.packed(wanted), "file": file}
-        _ask(request, file)
+        _ask(request)
         return array_reader.arrays_in(mmap.mmap(file, size), wanted)
     finally:
         os.close(file)
 
 
-def _ask(request: dict[str, Any], file: int) -> None:
+def _ask(request: dict[str, Any]) -> None:
     """Has a request answered by `array_reader`; raises as `restore`."""
-    # -P: the working directory and the program's folder are not searched for imports.
-    command = [sys.executable, "-P", array_reader.__file__]
-    paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-    done = subprocess.run(
-        command,
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        pass_fds=[file],
-        env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,  # Ctrl-C is for this process, which may go on
-    )
-    if done.returncode:
-        _raise_end(done.returncode, request["folder"], done.stderr)
-    answer = json.loads(done.stdout)
+    answer = _answered(request)
     if "unfit" in answer:
         raise Unreadable(answer["unfit"])
     if "errno" in answer:
@@ -225,6 +210,26 @@ def _ask(request: dict[str, Any], file: int) -> None:
         if (cause := durable.system_error(error)) is not None:
             raise cause
         raise Unreadable("its arrays cannot be decoded") from error
+
+
+def _answered(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of `array_reader` in a process of its own."""
+    # -P: the working directory and the program's folder are not searched for imports.
+    command = [sys.executable, "-P", array_reader.__file__]
+    paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
+    done = subprocess.run(
+        command,
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        pass_fds=[request["file"]],
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,  # Ctrl-C is for this process, which may go on
+    )
+    if done.returncode:
+        _raise_end(done.returncode, request["folder"], done.stderr)
+    return json.loads(done.stdout)
 
 
 def _raise_end(code: int, folder: str, stderr: str) -> None:

@@ -25,6 +25,7 @@ from reformax.models.lm import TransformerLM
 from reformax.training import loop
 from reformax.training.by_position import in_segment
 from reformax.training.evaluation import evaluate as evaluate_task
+from tests.layers import plain
 from tests.training.scripts import call
 
 SMALL = {"d_model": 16, "d_ff": 32, "n_heads": 2, "n_layers": 2}
@@ -715,12 +716,18 @@ def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
         rows.append({"messages": [{"role": role, "content": x} for role, x in turns]})
     task = chats(write(tmp_path / "a.jsonl", rows))
     model = TransformerLM(vocab_size=256, **SMALL)
-    params = model.init_params(jax.random.PRNGKey(0), (2, 8))
+    params = plain.init(model, (2, 8))
     nats, n = 0.0, 0
+
+    @jax.jit
+    def log_p_of(ids):
+        features = model.features(params, ids, rng=jax.random.PRNGKey(0))
+        return jax.nn.log_softmax(model.logits(params, features))
+
     for whole, _ in conversations(task, "valid"):
         ids = np.frombuffer(whole.encode(), np.uint8).astype(np.int32)[None]
-        features = model.features(params, ids, rng=jax.random.PRNGKey(0))
-        losses = -np.asarray(jax.nn.log_softmax(model.logits(params, features)), np.float64)
+        behind = np.pad(ids, ((0, 0), (0, 128 - ids.shape[1])))
+        losses = -np.asarray(log_p_of(behind), np.float64)[:, : ids.shape[1]]
         losses = np.take_along_axis(losses[0], ids[0][:, None], 1)[:, 0]
         place = 0
         for part in re.split(r"((?<=Assistant:\n)[^\0]*\0)", whole):

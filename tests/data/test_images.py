@@ -1,6 +1,5 @@
 """Images as bytes: pixels and splits, tiles, a PNG of what is generated, clear refusals."""
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -9,6 +8,7 @@ from reformax.cli import errors, generate, pictures, train
 from reformax.data.images import images
 from reformax.models import TransformerLM
 from reformax.training import evaluation
+from tests.layers import plain
 
 N = 20
 
@@ -127,7 +127,7 @@ def test_the_photographs_that_come_along():
 def test_a_model_is_scored_in_bits_per_dim(folder):
     task = images(folder, side=2)
     model = TransformerLM(256, d_model=8, d_ff=8, n_heads=1, n_layers=1, mode="eval")
-    params = model.init_params(jax.random.PRNGKey(0), (2, 12))
+    params = plain.init(model, (2, 12))
     found = evaluation.evaluate(model, params, task, batch_size=2, length=12)
     assert found["n_targets"] == 24 and 5 < found["bits_per_dim"] < 20
 

@@ -1,6 +1,5 @@
 """Rows with hidden tokens: which are chosen, what stands in their place, and a run on them."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -9,6 +8,7 @@ from reformax.data.masked import masked
 from reformax.models import TransformerMaskedLM
 from reformax.task import Labels
 from reformax.training import evaluation
+from tests.layers import plain
 
 SMALL = dict(min_length=5, max_length=30, max_depth=3, max_args=4, n_train=400, n_eval=9)
 
@@ -83,7 +83,7 @@ def test_a_model_of_hidden_tokens_is_scored(both):
     task = both[1]
     sizes = dict(n_layers=1, d_model=8, d_ff=8, n_heads=1)
     model = TransformerMaskedLM(task.vocab_size, **sizes, mode="eval")
-    params = model.init_params(jax.random.PRNGKey(0), (4, 32))
+    params = plain.init(model, (4, 32))
     found = evaluation.evaluate(model, params, task, batch_size=4, length=32)
     assert found["n_targets"] == task.n_targets("valid") and 0 < found["bits_per_dim"] < 20
 

@@ -10,6 +10,7 @@ from reformax.evals.generate_until import GenerationRequest, generate_until
 from reformax.evals.likelihood import LanguageScorer, windows
 from reformax.models import encoder, lm
 from reformax.ops import dense, local, lsh
+from tests.layers import plain
 
 V = 40
 
@@ -17,7 +18,7 @@ V = 40
 def built(*ops, **options):
     sizes = dict(d_model=16, d_ff=16, n_heads=2, n_layers=len(ops), init_std=0.3)
     model = lm.TransformerLM(V, attention_type=ops, mode="eval", first_token=3, **sizes | options)
-    return model, model.init_params(jax.random.key(1), (1, 8))
+    return model, plain.init(model, (1, 8), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def _logits(model, params, row):
     return model.logits(params, model.encode(params, row))
 
 
-def plain(model, params, inputs, targets):
+def by_rows(model, params, inputs, targets):
     """`log p` of each target and whether it is the likeliest, a row at a time."""
     logits = logits_of(model, params, inputs)
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -59,7 +60,7 @@ def test_a_likelihood_is_that_of_the_request_by_itself(of_dense, batch_size):
     found = LanguageScorer(model, params, 200, batch_size=batch_size).likelihoods(requests)
     for (context, continuation), one in zip(requests, found, strict=True):
         tokens = [*context, *continuation]
-        log_p, hits = plain(model, params, [3, *tokens[:-1]], tokens)
+        log_p, hits = by_rows(model, params, [3, *tokens[:-1]], tokens)
         np.testing.assert_allclose(one.log_p, log_p[len(context) :].sum(), rtol=1e-4)
         assert one.is_greedy == hits[len(context) :].all()
 
@@ -78,7 +79,7 @@ def test_a_prefix_is_what_the_first_token_of_a_row_is_predicted_from(of_dense):
     model, params = of_dense
     context, continuation = request(0, 4, 5)
     (one,) = LanguageScorer(model, params, 64).likelihoods([(context, continuation)], [7])
-    log_p, _ = plain(model, params, [7, *context, *continuation[:-1]], [*context, *continuation])
+    log_p, _ = by_rows(model, params, [7, *context, *continuation[:-1]], [*context, *continuation])
     np.testing.assert_allclose(one.log_p, log_p[4:].sum(), rtol=1e-4)
 
 
@@ -106,7 +107,7 @@ def test_a_long_text_is_the_sum_of_its_windows(of_dense):
     parts = [(0, 30, 0), (30, 60, 0), (45, 75, 15)]
     inputs = [3, *tokens[:-1]]
     total = sum(
-        plain(model, params, inputs[i:j], tokens[i:j])[0][first:].sum() for i, j, first in parts
+        by_rows(model, params, inputs[i:j], tokens[i:j])[0][first:].sum() for i, j, first in parts
     )
     np.testing.assert_allclose(one.log_p, total, rtol=1e-4)
 

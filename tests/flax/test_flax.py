@@ -166,6 +166,7 @@ def test_a_module_around_an_op(op):
         )
 
 
+@pytest.mark.slow
 def test_a_module_in_shards_of_the_batch():
     """By `jax.shard_map` as it is: weights are whole on all shards, and so are their gradients."""
     module = linen.Attention(flash.flash(), 2, causal=True, dropout_rate=0.5)

@@ -203,6 +203,7 @@ def test_numbers_of_numpy_are_numbers(model, params):
     assert [row.tolist() for row in rows] == [row.tolist() for row in want]
 
 
+@pytest.mark.slow
 def test_all_of_axial_positions_can_be_filled():
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
     model = ReformerLM(**OPTIONS | axial | dict(attention_type=CYCLE[0]))

@@ -149,7 +149,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
 
 
 def test_errors():
-    model, params = build((OPS["kda"], dense.dense()))
+    model, params = build((OPS["linear"], dense.dense()))
     state = generation.read(model, params, [[1, 2, 3]], max_length=9)
     for message, call in (
         ("^state has room for texts of 9 tokens, and prompts and new tokens make 10: read the text",

@@ -127,7 +127,7 @@ def test_errors(both):
     state = generation.read(model, params, PROMPTS)
     circle, its = build(local.local(chunk_len=4, wrap=True))
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
-    short, of_short = build(OPS["kda"], **axial)
+    short, of_short = build(OPS["linear"], **axial)
     held = generation.read(short, of_short, [[1] * 15])
     bounded = generation.read(model, params, PROMPTS, max_length=8)
     few, of_few = build((OPS["kda"], OPS["linear"]), vocab_size=8)

@@ -129,7 +129,8 @@ def assert_decodes(layer, params, x, lengths, whole, rng):
     out, cache = prefill(prompt, lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(out[row, :length], whole[row, :length], atol=1e-5)
-    merged, step = layer.for_decoding(params, "float32"), jax.jit(layer.step)
+    merged = jax.jit(lambda params: layer.for_decoding(params, "float32"))(params)
+    step = jax.jit(layer.step)
     for position in (lengths + n for n in range(n_steps)):
         out, cache = step(merged, x[rows, position][:, None], cache, position)
         np.testing.assert_allclose(out[:, 0], whole[rows, position], atol=1e-5)

@@ -45,12 +45,13 @@ def test_products_have_a_forward_mode():
     keys = jax.random.split(jax.random.key(0), 6)
     x, d_x = (jax.random.normal(key, (7, 6)) for key in keys[:2])
     a, d_a, b, d_b = (jax.random.normal(key, (6, 3)) for key in keys[2:])
-    outs, d_outs = jax.jvp(products, (x, [a, b]), (d_x, [d_a, d_b]))
+    run = jax.jit(lambda *inputs: jax.jvp(products, *inputs))
+    outs, d_outs = run((x, [a, b]), (d_x, [d_a, d_b]))
     for out, d_out, w, d_w in zip(outs, d_outs, (a, b), (d_a, d_b), strict=True):
         np.testing.assert_allclose(out, x @ w, atol=1e-5)
         np.testing.assert_allclose(d_out, d_x @ w + x @ d_w, atol=1e-5)
     got, want = (
-        jax.jacfwd(jax.grad(lambda x, f=f: sum(jnp.sum(y**3) for y in f(x))))(x)
+        jax.jit(jax.jacfwd(jax.grad(lambda x, f=f: sum(jnp.sum(y**3) for y in f(x)))))(x)
         for f in (lambda x: products(x, [a, b]), lambda x: [x @ a, x @ b])
     )
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)

@@ -71,12 +71,12 @@ SLOW += [(name, op) for name, _ in QUICK for op in ("dense", "gated_linear", "pe
 @pytest.mark.parametrize(
     "name, op", [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)]
 )
-def test_losses_and_gradients_are_those_of_every_policy(name, op):
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_losses_and_gradients_are_those_of_every_policy(name, op, policy):
     want = found(name, op, "all")
-    for policy in POLICIES[:2]:
-        loss, gradients = found(name, op, policy)
-        np.testing.assert_allclose(loss, want[0], rtol=1e-6)
-        assert_trees_close(gradients, want[1], 1e-5)
+    loss, gradients = found(name, op, policy)
+    np.testing.assert_allclose(loss, want[0], rtol=1e-6)
+    assert_trees_close(gradients, want[1], 1e-5)
 
 
 def lowered(kind, op, policy, n_layers=6, length=512, lower=True, **options):

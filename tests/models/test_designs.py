@@ -254,7 +254,7 @@ def test_layers_differ_in_angles_and_a_recurrence_in_heads():
     want = jax.jit(model.apply)(params, tokens, RNG)
     prefill = jax.jit(model.prefill, static_argnums=3)
     logits, state = prefill(params, tokens[:, :5], np.array([5, 5]), LENGTH, RNG)
-    decoding, step = model.for_decoding(params), jax.jit(model.step)
+    decoding, step = jax.jit(model.for_decoding)(params), jax.jit(model.step)
     for i in range(5, 8):
         np.testing.assert_allclose(logits, want[:, i], atol=2e-4)
         logits, state = step(decoding, tokens[:, i], state)
@@ -323,7 +323,7 @@ def test_steps_of_decoding_are_rows_of_the_whole(name, stack):
     want = jax.jit(model.apply)(params, tokens, RNG)
     n = 5
     lengths = np.array([n, n - 2])
-    weights = model.for_decoding(params)
+    weights = jax.jit(model.for_decoding)(params)
     prefill = functools.partial(model.prefill, capacity=LENGTH)
     logits, state = jax.jit(prefill)(params, tokens[:, :n], lengths, rng=RNG)
     step = jax.jit(model.step)
@@ -368,9 +368,10 @@ def test_an_algorithm_chooses_by_convolved_keys(op):
     x = rng.normal(size=(1, 36, 8)).astype(np.float32)
     params = plain.init(layer, x.shape)
 
+    @jax.jit
     def chosen(weights):
-        params["key_conv"] = weights
-        return layer.plan(params, layer.project(params, x))
+        changed = params | {"key_conv": weights}
+        return layer.plan(changed, layer.project(changed, x))
 
     weights = jnp.asarray(rng.normal(size=params["key_conv"].shape), jnp.float32)
     assert np.any(np.asarray(chosen(weights)) != np.asarray(chosen(0 * weights)))

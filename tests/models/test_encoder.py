@@ -110,7 +110,7 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
     host = jax.tree.map(np.asarray, params)
     means = []
     for rows in (first, second):
-        features, is_token = pair.read(params, rows, RNG)
+        features, is_token = jax.jit(pair.read)(params, rows, RNG)
         np.testing.assert_array_equal(is_token, rows != 0)
         parts = zip(np.asarray(features), LENGTHS, strict=True)
         means.append(np.stack([x[:n].mean(axis=0) for x, n in parts]))
@@ -122,7 +122,7 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
         single = TransformerEncoder(**CLASSIFIER | options, pooling=pooling)
         got, params = outputs(single, first)
         host = jax.tree.map(np.asarray, params)
-        x = np.asarray(single.read(params, first, RNG)[0])[np.arange(2), at]
+        x = np.asarray(jax.jit(single.read)(params, first, RNG)[0])[np.arange(2), at]
         np.testing.assert_allclose(got[:, 0], numpy_logits(host, x, d_classifier), atol=2e-6)
 
 

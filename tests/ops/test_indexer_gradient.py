@@ -77,7 +77,7 @@ def test_it_is_the_gradient_of_the_divergence(rule, n_kv, packed, others, listed
         found = jax.nn.log_softmax(jnp.where(mask, scores / math.sqrt(3 * D_INDEX), -1e30))
         return -jnp.where(mask, share * found, 0).sum()
 
-    want = jax.grad(divergence)(index)
+    want = jax.jit(jax.grad(divergence))(index)
     attention = kernel.AttentionInputs(q, k, row_max, row_sum, total.sum(-1) if others else None)
     masks = (jnp.asarray(ids), jnp.asarray(key_ids)) if packed else (None, None)
     run = jax.jit(lambda *x: kernel.indexer_gradient(rule, True, *x))

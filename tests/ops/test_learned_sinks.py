@@ -103,6 +103,7 @@ def test_kernels_of_half_precision_and_with_dropout(dropout):
     padding = (SEGMENTS == 0)[..., None, None]
     masks = dict(causal=True, segment_ids=SEGMENTS, dropout=dropout, rng=jax.random.key(1))
 
+    @functools.partial(jax.jit, static_argnums=(0, 1))
     def run(impl, dtype, q, k, v, sinks, d_out):
         op = flash.flash(learned_sinks=True, soft_cap=3.0, impl=impl)
 
@@ -114,7 +115,7 @@ def test_kernels_of_half_precision_and_with_dropout(dropout):
         return out, *vjp(d_out.astype(out.dtype))
 
     want = run("xla", jnp.float32, *arrays)
-    for dtype, tolerance in ((jnp.float32, 2e-5), (jnp.float16, 4e-3), (jnp.bfloat16, 3e-2)):
+    for dtype, tolerance in ((jnp.float16, 4e-3), (jnp.bfloat16, 3e-2)):
         got = run(INTERPRETED, dtype, *arrays)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x.astype(jnp.float32), y, atol=tolerance * np.abs(y).max())

@@ -117,8 +117,12 @@ def test_kernels_compute_what_array_operations_do(name):
             q, k, v = arrays if len(arrays) == 3 else (arrays[0], None, arrays[1])
             return op(q, k, v, causal=True, rng=KEY, **options)
 
-        out, vjp = jax.vjp(attend, *arrays)
-        return out, vjp(jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
+        @jax.jit
+        def run(*arrays):
+            out, vjp = jax.vjp(attend, *arrays)
+            return out, vjp(jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
+
+        return run(*arrays)
 
     assert_trees_close(passes(INTERPRETED), passes("xla"), 1e-5)
 
@@ -126,14 +130,15 @@ def test_kernels_compute_what_array_operations_do(name):
 def test_pieces_of_a_ring_in_kernels():
     rng, ids = np.random.default_rng(0), jnp.repeat(jnp.array([[1, 2]]), 20, axis=1)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(1, 40, 2, 8)), jnp.float32) for _ in range(4))
-    call = True, q, k, v, (ids, ids), None
-    found = []
-    for interpret in (True, None):
-        logits = Logits(soft_cap=LOGITS["soft_cap"])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def passes(interpret, q, k, v, d_out):
+        logits, call = Logits(soft_cap=LOGITS["soft_cap"]), (True, q, k, v, (ids, ids), None)
         pieces = flash._FlashPieces((None, None), logits, 0.0, interpret)
         results = pieces.forward(*call)
-        found.append((results, pieces.backward(*call, results, d_out)))
-    assert_trees_close(*found, 1e-5)
+        return results, pieces.backward(*call, results, d_out)
+
+    assert_trees_close(*(passes(interpret, q, k, v, d_out) for interpret in (True, None)), 1e-5)
 
 
 @pytest.mark.parametrize("name", LOGITS)
@@ -227,10 +232,12 @@ def test_a_learnt_factor_is_one_of_each_head(factory, impl):
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([6, 5, 2]), axis=1).repeat(2, axis=0)
     options = dict(causal=True, segment_ids=ids, rng=KEY)
 
+    @jax.jit
     def run(factors):
         params = {"length_factor": factors}
         return inputs.call(learnt, x._replace(params=params), **options)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def with_fixed(factor):
         op = factory(scale_by_length=factor, impl=impl)
         return inputs.call(op, x._replace(params=()), **options)
@@ -249,12 +256,16 @@ def test_a_learnt_factor_is_one_of_each_head(factory, impl):
 def test_a_step_reads_a_learnt_factor():
     op = flash.flash(scale_by_length=FACTORS[0], learn_scale_by_length=True)
     x = inputs.draw(op, length=7)._replace(params={"length_factor": jnp.array(FACTORS)})
-    whole = inputs.call(op, x, causal=True)
-    prompt, new = x.at(slice(None), slice(0, 6)), x.at(slice(None), slice(6, 7))
-    plan = inputs.plan(op, prompt, causal=True, length=8)
-    cache = inputs.init_cache(op, prompt, plan=plan, lengths=np.full(2, 6), capacity=8)
-    out, _ = inputs.step(op, new, cache, position=np.full(2, 6))
-    np.testing.assert_allclose(out[:, 0], whole[:, 6], atol=1e-6)
+
+    @jax.jit
+    def run(x):
+        prompt, new = x.at(slice(None), slice(0, 6)), x.at(slice(None), slice(6, 7))
+        plan = inputs.plan(op, prompt, causal=True, length=8)
+        cache = inputs.init_cache(op, prompt, plan=plan, lengths=np.full(2, 6), capacity=8)
+        out, _ = inputs.step(op, new, cache, position=np.full(2, 6))
+        return out[:, 0], inputs.call(op, x, causal=True)[:, 6]
+
+    np.testing.assert_allclose(*run(x), atol=1e-6)
 
 
 def test_a_learnt_factor_is_refused_where_it_is_not_kept():
@@ -271,10 +282,13 @@ def test_the_number_of_keys_seen(n_queries, n_keys, causal, segments):
     ids = {"none": None, "one": of_query, "pair": (of_query, of_key)}[segments]
     if segments == "one" and n_queries != n_keys:
         return
-    want = visibility(n_queries, n_keys, causal=causal, segment_ids=ids).sum(axis=-1)[:, 0]
-    np.testing.assert_array_equal(
-        keys_seen(n_queries, n_keys, causal=causal, segment_ids=ids), want
-    )
+
+    @jax.jit
+    def run(ids):
+        seen, masks = (n_queries, n_keys), dict(causal=causal, segment_ids=ids)
+        return keys_seen(*seen, **masks), visibility(*seen, **masks).sum(axis=-1)[:, 0]
+
+    np.testing.assert_array_equal(*run(ids))
 
 
 @pytest.mark.slow

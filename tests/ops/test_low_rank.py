@@ -274,8 +274,9 @@ def test_performers_features_are_the_seeds_or_the_rngs():
     outs = {}
     for seed in (1, 2, None):
         op = performer.performer(n_features=8, seed=seed)
+        run = jax.jit(functools.partial(op, q, k, v))
         for rng in (0, 1):
-            outs[seed, rng] = np.asarray(op(q, k, v, rng=jax.random.key(rng)))
+            outs[seed, rng] = np.asarray(run(rng=jax.random.key(rng)))
     np.testing.assert_array_equal(outs[1, 0], outs[1, 1])
     assert np.abs(outs[1, 0] - outs[2, 0]).max() > 1e-3
     assert np.abs(outs[None, 0] - outs[None, 1]).max() > 1e-3
@@ -295,6 +296,7 @@ def test_performers_sums_hold_keys_of_any_length():
         assert np.abs(out).max() <= np.abs(v).max() + 1e-5
 
 
+@pytest.mark.slow
 def test_landmarks_of_a_long_row_cover_it():
     groups = nystromformer.landmark_groups(2**20, None, 2560)
     sizes = groups.real.sum(axis=-1)
@@ -387,9 +389,9 @@ def test_performers_memory_has_no_features_of_all_positions(gradient):
         return op(q, k, v).sum()
 
     function = jax.grad(attend, (0, 1, 2)) if gradient else attend
-    for length in (2**16, 2**17, 2**18):
+    for length in (2**17, 2**18):
         x = jax.ShapeDtypeStruct((8, length, 8, 16), jnp.float32)
         compiled = jax.jit(function).lower(x, x, x).compile()
         sizes.append(compiled.memory_analysis().temp_size_in_bytes / (8 * length * 8 * 4))
     # Numbers for each position and head: features alone would be 512.
-    assert sizes[2] - sizes[1] / 2 < 8 * 16
+    assert sizes[1] - sizes[0] / 2 < 8 * 16

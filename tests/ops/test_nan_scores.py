@@ -61,10 +61,15 @@ def test_clusters_take_nan(impl):
     op = routing.routing(n_clusters=4, impl=impl)
     x = inputs.draw(op, 1, LENGTH, 2, 8, 8)
     x = x._replace(q=poisoned(x.q), k=poisoned(x.k))
-    plan = inputs.plan(op, x, causal=True)
+
+    @jax.jit
+    def run(x):
+        plan = inputs.plan(op, x, causal=True)
+        return plan, inputs.apply(op, x, plan=plan, segment_ids=None, causal=True)
+
+    plan, out = run(x)
     for members in plan:
         assert (np.asarray(members) == AT).any(axis=-1).all()
-    out = inputs.apply(op, x, plan=plan, segment_ids=None, causal=True)
     assert np.isnan(out[:, AT]).all()
 
 
@@ -77,5 +82,10 @@ def test_a_step_sees_keys_of_nan():
     prompt, newest = (x.at(slice(None), part) for part in (slice(-1), slice(-1, None)))
     lengths = np.full(1, LENGTH - 1)
     settings = dict(plan=None, lengths=lengths, capacity=LENGTH, rng=None)
-    step = jax.jit(lambda x, cache: inputs.step(op, x, cache, position=lengths)[0])
-    assert np.isnan(step(newest, inputs.init_cache(op, prompt, **settings))).all()
+
+    @jax.jit
+    def step(prompt, x):
+        cache = inputs.init_cache(op, prompt, **settings)
+        return inputs.step(op, x, cache, position=lengths)[0]
+
+    assert np.isnan(step(prompt, newest)).all()

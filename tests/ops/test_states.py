@@ -61,7 +61,7 @@ def in_parts(op, x, ids, lengths):
 def test_parts_are_the_whole(op, packed):
     ids = PACKED if packed else None
     x = inputs.draw(op, length=23)
-    want, last = inputs.call(op, x, causal=True, segment_ids=ids, return_state=True)
+    want, last = call(op, x, segment_ids=ids)
     plain = jax.jit(lambda x: inputs.call(op, x, causal=True, segment_ids=ids))(x)
     np.testing.assert_allclose(want, plain, atol=2e-6)
     for lengths in ((9, 14), (5, 4, 8, 6)) if not packed else ((9, 14),):

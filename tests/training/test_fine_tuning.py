@@ -22,6 +22,7 @@ from reformax.training import loop, optimizer, stages
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.fine_tuning import FineTuning, Lora
 from reformax.training.step import TrainState
+from tests.layers import plain
 from tests.training import worker
 from tests.training.scripts import call
 from tests.training.tiny import TinyLM, counting
@@ -39,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-    return model.init_params(jax.random.key(0), (1, 8))
+    return plain.init(model, (1, 8))
 
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (3, 2, 8)).astype(np.int32)
@@ -55,7 +56,7 @@ def loss_of(model):
 
 def descended(model, params, transformation, n=3):
     """The weights after some steps, and the last state."""
-    state, gradient = transformation.init(params), jax.jit(jax.grad(loss_of(model)))
+    state, gradient = jax.jit(transformation.init)(params), jax.jit(jax.grad(loss_of(model)))
     update = jax.jit(transformation.update)
     for tokens in TOKENS[:n]:
         updates, state = update(gradient(params, tokens), state, params)
@@ -71,11 +72,16 @@ def flat(tree):
 def plainly(model, trained, merged, rule):
     """The weights after descent on `trained` alone, of which `merged` makes the model's."""
     state = rule.init(trained)
-    gradient = jax.jit(jax.grad(lambda x, tokens: loss_of(model)(merged(x), tokens)))
+
+    @jax.jit
+    def descend(trained, state, tokens):
+        gradient = jax.grad(lambda x: loss_of(model)(merged(x), tokens))(trained)
+        updates, state = rule.update(gradient, state)
+        return optax.apply_updates(trained, updates), state
+
     for tokens in TOKENS:
-        updates, state = rule.update(gradient(trained, tokens), state)
-        trained = optax.apply_updates(trained, updates)
-    return flat(merged(trained))
+        trained, state = descend(trained, state, tokens)
+    return flat(jax.jit(merged)(trained))
 
 
 # How a change of each kind of weight is made of its factors, as sums over letters.
@@ -93,7 +99,8 @@ def test_low_rank_changes_are_those_of_descent_on_their_factors(model, params):
     """The reference differentiates `w + alpha / rank * down @ up` itself."""
     chosen = FineTuning(lora=Lora(rank=2, alpha=6.0))
     found, state = descended(model, params, chosen.of(optimizer.adam(RATE)))
-    first = chosen.of(optimizer.adam(RATE)).init(params).inner_states["trained"].inner_state.factors
+    begin = jax.jit(chosen.of(optimizer.adam(RATE)).init)
+    first = begin(params).inner_states["trained"].inner_state.factors
     named = {name: x for name, x in flat(params).items() if name.rpartition(".")[2] in PRODUCTS}
     assert first.keys() == named.keys()
 

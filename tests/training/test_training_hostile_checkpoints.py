@@ -18,6 +18,8 @@ from tests.training import worker
 from tests.training.test_training_checkpoint import save_arrays
 from tests.training.test_training_damage import edit, rewrite_manifest
 
+pytestmark = pytest.mark.usefixtures("reader_process")
+
 NAME = "params.hidden.kernel"  # float32 [8, 8]
 LARGE = 10**10  # numbers
 MOST_MB = 700  # of the process that reads: its libraries, 256 MB to decode in, and the tensors

@@ -183,7 +183,7 @@ def test_devices_cannot_share_the_positions_of_a_row(monkeypatch):
 
 def test_the_sums_are_those_of_a_table_of_logits():
     task, model = first_token(), TransformerEncoder(**SMALL, n_classes=4, mode="eval")
-    params = model.init_params(jax.random.PRNGKey(0), (4, 5))
+    params = plain.init(model, (4, 5))
     found = evaluation.evaluate(model, params, task, batch_size=24, length=5)
     batch = next(task.eval_batches("valid", 64, 5, 5))
     logits = np.asarray(jax.jit(model.apply)(params, batch.inputs), np.float64)[:, 0]
