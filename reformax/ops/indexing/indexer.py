@@ -32,11 +32,13 @@ from reformax.ops.indexing.streaming import best_keys, best_over, best_scores
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import AT_A_TIME, by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard
 
+# Numbers of a chunk of queries whose candidates kernels score: enough queries to fill a GPU.
+SCORED_AT_A_TIME = 2**27
 # Queries of a row from which candidates learn, spread evenly.
 LEARNT_FROM = 256
 
@@ -391,6 +393,7 @@ class Indexer(Options):
             allowed = rule.allows(Side(position[:, None, None]), key)
             return best_of(scores(self.score, x.queries, cache.keys), allowed, n_best)[:, 0]
         found = self.candidates.of_newest(cache.found, held, chunk)
+        found = without_repeats(found) if self.candidates.repeats else found
         return best_candidates(rule, n_best, held, chunk, found)[:, 0]
 
     def _best(
@@ -419,6 +422,7 @@ class Indexer(Options):
         def of_chunk(vectors, weights, position, ids, *found):
             chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
             found = found[0] if found else self.candidates.of(prepared, keys, chunk)
+            found = without_repeats(found) if self.candidates.repeats else found
             return best_candidates(rule, n_best, keys, chunk, found, choose)
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
@@ -427,7 +431,9 @@ class Indexer(Options):
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
         arrays += () if of_all is None else (of_all,)
-        return join_chunks(by_chunks(of_chunk, n_seen, *arrays), queries.ids.shape[1])
+        at_a_time = AT_A_TIME if interpret is None else SCORED_AT_A_TIME
+        chosen = by_chunks(of_chunk, n_seen, *arrays, at_a_time=at_a_time)
+        return join_chunks(chosen, queries.ids.shape[1])
 
 
 class IndexerCache(NamedTuple):
@@ -446,8 +452,11 @@ def best_candidates(
     candidates: Int[Array, "B Q M"],
     choose: Callable[[IndexQueries, Array], Array] | None = None,
 ) -> Int[Array, "B Q K"]:
-    """The best of each query's candidates, by kernels that `choose` or in array operations."""
-    position = without_repeats(candidates)
+    """The best of each query's candidates, by kernels that `choose` or in array operations.
+
+    Candidates are in order, each once; -1 is none.
+    """
+    position = candidates
     at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
     exists = (position >= 0) & (position < keys.keys.shape[1])
     key = Side(position, gathered(keys.ids, at), exists=exists)
