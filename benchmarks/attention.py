@@ -21,7 +21,7 @@ in each round of `lsh`, `smyrf` and `asymmetric_lsh`; `nsa` has one head of keys
 its own. What an indexer chooses, the group `indexed`, has 32 heads of 128 on one head of keys, or
 the run's on two or with a key head each: on a GPU 2,048 keys of a query, singly or in blocks of 64,
 or 512 keys or summaries. Candidates are twice as many hashed keys, or four times as many pooled
-ones. The gradient of the indexer is computed too.
+ones, whose index vectors are bfloat16. The gradient of the indexer is computed too.
 
 A row gets no time before its output and gradients agree, at a short length, with another
 implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU

@@ -247,13 +247,15 @@ def _indexed(shape: Shape) -> dict[str, Made]:
     summaries = functools.partial(csa.csa, top_k=few, window=max(4, few // 4))
     return {
         "dsa, 1 head of keys": Made(choice(many), **of_one),
+        "dsa, bfloat16": Made(choice(many, dtype="bfloat16"), **of_one),
         "dsa, blocks": Made(choice(many, block_size=whole), **of_one),
-        "dsa, hashed": Made(choice(many, hashes[many]), **of_one),
-        "dsa, hashed, a fourth": Made(choice(few, hashes[few]), **of_one),
-        "dsa, pooled": Made(choice(many, pooled), **of_one),
+        "dsa, hashed": Made(choice(many, hashes[many], dtype="bfloat16"), **of_one),
+        "dsa, hashed, a fourth": Made(choice(few, hashes[few], dtype="bfloat16"), **of_one),
+        "dsa, pooled": Made(choice(many, pooled, dtype="bfloat16"), **of_one),
         "csa": Made(summaries, **of_one),
         "hca": Made(hca.hca, **of_one),
         "dsa, 2 heads of keys": Made(choice(few), **of_two),
+        "dsa, bfloat16, 2 heads of keys": Made(choice(few, dtype="bfloat16"), **of_two),
         "dsa, blocks, 2 heads of keys": Made(choice(few, block_size=whole), **of_two),
         "csa, 2 heads of keys": Made(summaries, **of_two),
         "dsa, all heads of keys": Made(choice(few)),

@@ -191,15 +191,15 @@ class dsa(Reusing, AttentionOp):
         if self.reuse:
             return no_queries(q)
         queries, weights = index_queries(params, q)
-        return IndexQueries(self.indexer.rotated(queries, position), weights)
+        return IndexQueries(self.indexer.scored(queries, position), weights)
 
     def _index_keys(self, params, k: Float[Array, "B T G H"], position=None) -> Array:
         position = positions(k.shape[1]) if position is None else position
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
-        if self.indexer.block_size > 1:  # whose means are rotated
+        if self.indexer.block_size > 1:  # whose means are scored
             return _index_keys(params, k)
-        return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+        return self.indexer.scored(_index_keys(params, k)[:, :, None], position)[:, :, 0]
 
     def _of_candidates(self, params) -> Any:
         """The weights of the indexer's candidates."""
@@ -228,7 +228,8 @@ class dsa(Reusing, AttentionOp):
             masks = (None, None) if segment_ids is None else (query_ids, ids)
             sizes, arrays = (min(self.top_k, n), call.causal, interpret), (*queries, keys, *masks)
             first = None if sharding.axis_of(call.shard) is None else position[0, 0]
-            return kernel.choose_positions(*sizes, *arrays, first=first)
+            n_parts = self.indexer.n_parts or 2
+            return kernel.choose_positions(*sizes, *arrays, n_parts=n_parts, first=first)
 
         def choose(interpret: bool | None = None) -> Int[Array, "B T K"]:
             settings = self.top_k, call.causal, call.length or n, call.rng, interpret
