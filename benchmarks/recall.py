@@ -15,7 +15,7 @@ sequence, and lie on straight lines between the values that were tried. Of as ma
 largest weights no choice shows more. What an op carries, such as centroids, first sees the layer's
 vectors a few times, and an indexer first learns on them.
 
-    python -m benchmarks.recall --run=DIR --candidates --length=131072
+    python -m benchmarks.recall --run=DIR --candidates exact hashed pooled --length=131072
 
 asks of the layers of `dsa` what their trained indexers choose among candidates: the milliseconds of
 the choice, the share of the exact choice that is found, and that of attention's weight.
@@ -190,7 +190,7 @@ def of_candidates(args: argparse.Namespace) -> None:
         return [f"{ms:.3f}", time, f"{recall:.3f}", f"{weight:.3f}", held, f"{keys:.0f}"]
 
     failed = []
-    for name in args.only or CANDIDATES:
+    for name in args.candidates:
         for candidates in CANDIDATES[name]:
             known = attempt(find, candidates)
             row = f"`{candidates}`" if candidates else EXACT
@@ -251,10 +251,9 @@ def _print_equal(points: dict[str, list[tuple[float, float]]]) -> None:
 def _flags() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__, repeats=3)
     parser.add_argument("--run", metavar="DIR", help="the folder of a trained language model")
-    text = "with --run: these attentions, or kinds of candidates"
-    parser.add_argument("--only", nargs="+", choices=[*OPS, *CANDIDATES], help=text)
-    text = "with --run: what its indexers choose"
-    parser.add_argument("--candidates", action="store_true", help=text)
+    parser.add_argument("--only", nargs="+", choices=OPS, help="with --run: these attentions")
+    text = "with --run: what its indexers choose among such candidates"
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, help=text)
     parser.add_argument("--checkpoint", default="best", help="of --run (default: best)")
     parser.add_argument("--data_dir", help="of --run: where its task finds its data")
     positive = dict(type=command_line.positive)
@@ -266,9 +265,8 @@ def _flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _flags()
     args = parser.parse_args(argv)
-    if unknown := set(args.only or ()) - (CANDIDATES if args.candidates else OPS).keys():
-        known = ", ".join(CANDIDATES if args.candidates else OPS)
-        parser.error(f"--only has {', '.join(sorted(unknown))}: expected some of {known}")
+    if args.candidates and not args.run:
+        parser.error("--candidates goes with --run, of a model with dsa: give it")
     if not args.run:
         of_clusters(args)
     elif args.candidates:

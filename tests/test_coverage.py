@@ -229,6 +229,12 @@ def test_all_candidates_are_the_exact_choice():
     assert exact.recall == every.recall == 1 and exact[1:] == every[1:]
 
 
+def test_candidates_are_those_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        recall.main(["--candidates", "exact"])
+    assert "--candidates goes with --run" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_candidates_of_a_run(tmp_path, capsys, monkeypatch):
     spec = spec_of(Op("dsa", dict(top_k=8, n_index_heads=2, d_index=8)))
@@ -237,7 +243,7 @@ def test_candidates_of_a_run(tmp_path, capsys, monkeypatch):
     kinds = {recall.EXACT: [None], "coded": [Coded(n_bits=16, n_best=n) for n in (8, 40)]}
     monkeypatch.setattr(recall, "CANDIDATES", kinds)
     flags = [f"--run={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=64"]
-    recall.main([*flags, "--candidates", "--sequences=1", "--repeats=1"])
+    recall.main([*flags, "--candidates", *kinds, "--sequences=1", "--repeats=1"])
     printed = capsys.readouterr().out
     assert re.search(r"\| exact \| [\d.]+ \| - \| 1\.000 \| 0\.\d+ \| - \| 8 \|", printed)
     shares = re.findall(r"`Coded.*` \| [\d.]+ \| [\d.]+ \| (0\.\d+)", printed)

@@ -76,9 +76,16 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else(impl):
         assert all(np.any(x) == bool(scale) for x in others)
 
 
+SOME = Pooled(block_sizes=(8,), n_blocks=3)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(block_size=4), dict(candidates=Pooled(block_sizes=(8,), n_blocks=3))],
+    [
+        {},
+        pytest.param(dict(block_size=4), marks=pytest.mark.slow),
+        pytest.param(dict(candidates=SOME), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rounded_vectors_are_chosen_by_as_their_exact_products_say(options):
