@@ -552,7 +552,7 @@ def indexer_gradient(
     x = IndexerInputs((queries,), index.weights, (keys,), ids, key_ids, jnp.zeros(1, jnp.int32))
     sizes = chosen.shape[2], n_keys, attention.q.shape[2], attention.k.shape[2]
     sums_lists = reads_lists(*sizes) and SUMMED_COST * chosen.shape[2] <= n_keys
-    starts, n_tiles = chunk_starts(n_batch, length, n_keys)
+    starts, n_tiles = chunk_starts(n_batch, length, n_keys, chosen.shape[2])
     if sums_lists:
         n_bytes = size * jnp.dtype(dtype).itemsize
         n_tiles = listed.n_in_chunk(n_batch, chosen.shape[2], n_keys, n_bytes) // ROWS
