@@ -19,13 +19,15 @@ sequence or, with `--tokens`, tokens / N. Rows are causal but longformer, linfor
 and those named `all`; those named `packed` have seven documents and padding. A query sees 256 keys
 in each round of `lsh`, `smyrf` and `asymmetric_lsh`; `nsa` has one head of keys, and no weights of
 its own. What an indexer chooses, the group `indexed`, has 32 heads of 128 on one head of keys, or
-the run's on two: on a GPU 2,048 keys of a query, or 512 keys or summaries. The gradient of the
-indexer is computed too.
+the run's on two or with a key head each: on a GPU 2,048 keys of a query, singly or in blocks of 64,
+or 512 keys or summaries. Candidates are twice as many hashed keys, or four times as many pooled
+ones, whose index vectors are bfloat16. The gradient of the indexer is computed too.
 
 A row gets no time before its output and gradients agree, at a short length, with another
 implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU
 array operations, on a CPU the interpreted kernels. `--unchecked` leaves that out, for compiling
-array operations takes longest; `tests/ops/test_kernels_on_gpu.py` compares too.
+array operations takes longest; `tests/ops/test_kernels_on_gpu.py` compares too. `--alone` leaves
+out exact attention, which takes a minute a call of a million tokens.
 
 `--peers` adds FlexAttention with the same masks, LSH attention and Longformer of transformers,
 flash-linear-attention, reformer_pytorch, performer-pytorch, linformer, nystrom-attention and
@@ -180,20 +182,22 @@ def print_tables(run: Run, ours: Mapping[str, Made], peers: Sequence[str]) -> No
         table = Table("attention", *rows.COLUMNS, title=title)
         for name, of_length in results.items():
             if one := of_length[length]:
-                dense = ours[PEERS[name].of if name in peers else name].dense
-                table.row(name, *rows.cells(one, results[dense][length]))
+                dense = results.get(ours[PEERS[name].of if name in peers else name].dense)
+                table.row(name, *rows.cells(one, dense and dense[length]))
     if peers:
         rows.speedups(results, {peer: PEERS[peer].of for peer in peers})
 
 
-def chosen(only: Sequence[str], groups: Mapping[str, Mapping[str, Made]]) -> dict[str, Made]:
-    """The rows of these groups and names, and those that they are compared with, in order."""
+def chosen(
+    only: Sequence[str], groups: Mapping[str, Mapping[str, Made]], alone: bool = False
+) -> dict[str, Made]:
+    """The rows of these groups and names and, not `alone`, those that they are compared with."""
     names = {name for x in only for name in groups.get(x, [x])}
     known = {name: made for group in groups.values() for name, made in group.items()}
     if unknown := names - known.keys():
         wanted = ", ".join([*groups, *known])
         raise ValueError(f"--only has {', '.join(sorted(unknown))}: expected some of {wanted}")
-    names |= {known[name].dense for name in names}
+    names |= set() if alone else {known[name].dense for name in names}
     return {name: made for name, made in known.items() if name in names}
 
 
@@ -227,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--at_once", type=positive, help="processes side by side")
     parser.add_argument("--unchecked", action="store_true", help="time our rows without a check")
+    text = "leave out the rows of exact attention that others are compared with"
+    parser.add_argument("--alone", action="store_true", help=text)
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="measure all, into the folder")
     args = parser.parse_args(argv)
     if args.table:
@@ -239,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "limit",
             "at_once",
             "unchecked",
+            "alone",
         ):
             if (value := getattr(args, name)) != parser.get_default(name):
                 parser.error(f"--{name} is {value}: it goes without --table, leave one out")
@@ -253,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = shape._replace(**sizes, **heads)
     groups = algorithms(shape)
     try:
-        ours = chosen(args.only or list(groups), groups)
+        ours = chosen(args.only or list(groups), groups, args.alone)
     except ValueError as error:
         parser.error(str(error))
     peers = [peer for peer, known in PEERS.items() if args.peers and known.of in ours]

@@ -13,6 +13,11 @@ installed.
 reads one long prompt in pieces with the sizes of `transformer_text_64k_37m.gin`, whose every fourth
 layer sees all earlier positions; 4 devices divide its caches of 6.0 GiB by position.
 
+    python -m benchmarks.generation --prompt_len=131072 --far "dsa" "dsa, hashed" csa
+
+has other attentions in the fourth layers, which read the prompt as a whole, each after a first time
+that compiles.
+
 Weights are random, which changes no time. A rate is of all new tokens but the first, which reading
 the prompt gives: the time of many new tokens less the time of few, after both have run once.
 """
@@ -37,8 +42,10 @@ from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SI
 from benchmarks.harness.output import Table
 from reformax import generation, models
 from reformax.declared import SettingError
-from reformax.ops import local, shared_qk
+from reformax.ops import AttentionOp, csa, dsa, hca, local, shared_qk
 from reformax.ops.hashing import angular as hashing
+from reformax.ops.indexing import candidates
+from reformax.ops.indexing.indexer import Indexer
 from reformax.training import mesh as mesh_lib
 
 # The two kinds of LSH attention, the last of which is compared with peers.
@@ -58,6 +65,18 @@ LONG = {
     "cpu": dict(d_model=512, d_ff=1344, n_heads=8, n_layers=12, window=1024, piece=4096, n_new=16),
 }
 LONG["gpu"] = LONG["cpu"] | dict(piece=65_536, n_new=64)
+DENSE = "dense"
+# What the fourth layers are, for a number of chosen keys, of a fourth of the key heads.
+FAR: dict[str, Callable[[int], AttentionOp]] = {
+    DENSE: lambda n: shared_qk.shared_qk(attend_self_if_alone=False),
+    "dsa": lambda n: dsa.dsa(top_k=n),
+    "dsa, blocks": lambda n: dsa.dsa(top_k=n, indexer=Indexer(block_size=64)),
+    "dsa, hashed": lambda n: dsa.dsa(top_k=n, indexer=Indexer(candidates=candidates.Hashed())),
+    "dsa, pooled": lambda n: dsa.dsa(top_k=n, indexer=Indexer(candidates=candidates.Pooled())),
+    "csa": lambda n: csa.csa(top_k=n, window=128),
+    "hca": lambda n: hca.hca(),
+}
+N_CHOSEN = 512
 
 
 class Shape(NamedTuple):
@@ -175,19 +194,22 @@ def forward(shape: Shape, model, params) -> Callable[[], Any]:
     return lambda: np.asarray(next_token(params, text, shape.context - shape.n_new))
 
 
-def long_model(sizes: dict[str, int]) -> tuple[models.LanguageModel, Any]:
-    """The model that reads long prompts, and its weights."""
+def long_model(sizes: dict[str, int], far: str) -> tuple[models.LanguageModel, Any]:
+    """The model that reads long prompts, whose fourth layers are `far`, and its weights."""
     window = sizes["window"]
     near = local.local(chunk_len=window // 2, n_chunks_before=2, window=window)
-    far = shared_qk.shared_qk(attend_self_if_alone=False)
+    shared = (
+        dict(next_value=True) if far == DENSE else dict(n_kv_heads=max(1, sizes["n_heads"] // 4))
+    )
+    op = FAR[far](N_CHOSEN)
     model = models.TransformerLM(
         vocab_size=VOCAB_SIZE,
         **{name: sizes[name] for name in ("d_model", "d_ff", "n_heads", "n_layers")},
         d_attention_key=sizes["d_model"] // sizes["n_heads"],
         d_attention_value=sizes["d_model"] // sizes["n_heads"],
-        attention_type=(near, near, far, near),
+        attention_type=(near, near, op, near),
         pos_type="rotary_local",
-        next_value=True,
+        **shared,
         design=models.designs.qwen3(),
         dtype="bfloat16",
         mode="eval",
@@ -195,14 +217,17 @@ def long_model(sizes: dict[str, int]) -> tuple[models.LanguageModel, Any]:
     return model, jax.jit(lambda key: model.init_params(key, (1, 64)))(jax.random.PRNGKey(0))
 
 
-def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None) -> list[float]:
+def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None, far: str) -> list[float]:
     """Bytes of the caches on a device, seconds of the prompt, and of a step behind it."""
-    model, params = long_model(sizes)
+    model, params = long_model(sizes, far)
     text, n_new = np.random.default_rng(0).integers(0, VOCAB_SIZE, n), sizes["n_new"]
     where = dict(mesh=mesh, divide_caches=mesh is not None)
     read = functools.partial(generation.read, model, params, max_length=n + n_new, **where)
-    read = functools.partial(read, prompt_piece=sizes["piece"])
-    jax.block_until_ready(read([text[: sizes["piece"] + 1]]))  # compiles what reads the rest
+    first = text
+    if far == DENSE:
+        read = functools.partial(read, prompt_piece=sizes["piece"])
+        first = text[: sizes["piece"] + 1]
+    jax.block_until_ready(read([first]))  # compiles what reads the rest
     start = time.perf_counter()
     state = jax.block_until_ready(read([text]))
     seconds = time.perf_counter() - start
@@ -214,17 +239,19 @@ def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None) -> list[float]
 def main_of_long_prompt(args: argparse.Namespace) -> None:
     """The table of one long prompt."""
     sizes = command_line.of_size(LONG, args.tiny)
-    columns = "devices", "caches a device, MiB", "prompt, s", "tokens/s", "step, ms"
-    table = Table("prompt", *columns)
+    columns = "prompt", "devices", "caches a device, MiB", "prompt, s", "tokens/s", "step, ms"
+    table = Table("far layers", *columns, "tokens/s, new")
 
     def cells(known: list[float]) -> list[str]:
         held, seconds, step = known
         speed = f"{args.prompt_len / seconds:,.0f}"
-        return [f"{held / 2**20:,.2f}", f"{seconds:.2f}", speed, f"{step * 1e3:.3f}"]
+        found = f"{held / 2**20:,.2f}", f"{seconds:.2f}", speed, f"{step * 1e3:.3f}"
+        return [*found, f"{1 / step:,.0f}"]
 
-    known = attempt(long_prompt, sizes, args.prompt_len, args.mesh)
     n_devices = str(1 if args.mesh is None else args.mesh.size)
-    table.result(f"{args.prompt_len:,}", n_devices, known=known, cells=cells)
+    for far in args.far:
+        known = attempt(long_prompt, sizes, args.prompt_len, args.mesh, far)
+        table.result(far, f"{args.prompt_len:,}", n_devices, known=known, cells=cells)
 
 
 def mesh_of(text: str) -> Mesh:
@@ -242,9 +269,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     text = "with --prompt_len: the devices that divide the caches, such as context=4"
     flags.add_argument("--mesh", type=mesh_of, help=text)
+    text = "with --prompt_len: the fourth layers"
+    flags.add_argument("--far", nargs="+", choices=FAR, default=[DENSE], help=text)
     args = flags.parse_args(argv)
     if args.prompt_len is not None:
-        read = "tiny", "rows", "prompt_len", "mesh"
+        read = "tiny", "rows", "prompt_len", "mesh", "far"
         command_line.check_read(flags, args, read, "with --prompt_len")
         main_of_long_prompt(args)
         return

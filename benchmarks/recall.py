@@ -15,6 +15,11 @@ sequence, and lie on straight lines between the values that were tried. Of as ma
 largest weights no choice shows more. What an op carries, such as centroids, first sees the layer's
 vectors a few times, and an indexer first learns on them.
 
+    python -m benchmarks.recall --run=DIR --candidates exact hashed pooled --length=131072
+
+asks of the layers of `dsa` what their trained indexers choose among candidates: the milliseconds of
+the choice, the share of the exact choice that is found, and that of attention's weight.
+
 `reformax evaluate --kept_mass` has the share of a model's own choice of keys, in a sample.
 """
 
@@ -33,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from benchmarks.harness import command_line, coverage
+from benchmarks.harness import choices, command_line, coverage
 from benchmarks.harness.calls import COMPILERS, attempt, exit_if
 from benchmarks.harness.output import Table
 from reformax.cli import errors
@@ -51,6 +56,8 @@ from reformax.ops import (
     shared_qk,
     smyrf,
 )
+from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
+from reformax.ops.indexing.candidates.base import Candidates
 
 LENGTH, CHUNK_LEN, N_SEEDS = 1024, 64, 8
 N_HASHES = (1, 2, 4, 8, 16)
@@ -78,6 +85,15 @@ OPS: dict[str, list[AttentionOp | int]] = {
     "dsa": [dsa.dsa(top_k=n) for n in (64, 256, 1024)],
     "routing": [routing.routing(decay=0.9, n_clusters=n) for n in (32, 16, 8, 4, 2)],
     "local": [local.local(chunk_len=n) for n in (64, 128, 256, 512)],
+}
+# What an indexer scores: everything, or candidates of four kinds, more and more of them.
+EXACT = "exact"
+CANDIDATES: dict[str, list[Candidates | None]] = {
+    EXACT: [None],
+    "pooled": [Pooled(n_blocks=n) for n in (8, 16, 32, 64)],
+    "clustered": [Clustered(n_clusters=n) for n in (2, 4, 8, 16)],
+    "hashed": [Hashed(n_hashes=n) for n in (2, 4, 8, 16)],
+    "coded": [Coded(n_best=n) for n in (1024, 4096)],
 }
 SHARPNESS = 10.0  # the length of a query; a logit is this times the cosine between two
 
@@ -154,8 +170,41 @@ def of_run(args: argparse.Namespace) -> None:
     exit_if(failed)
 
 
-def _layers(args: argparse.Namespace) -> list[coverage.Layer]:
-    """The layers of the run that see every key, of each sequence."""
+def of_candidates(args: argparse.Namespace) -> None:
+    """What a run's indexers choose among candidates, against all keys."""
+    layers, rng = _layers(args, (dsa.dsa,)), jax.random.key(0)
+    columns = "ms", "of exact's", "recall", "weight", "of exact's", "keys"
+    table = Table("candidates", *columns)
+    exact: list[float] = []
+
+    def find(candidates: Candidates | None) -> list[float]:
+        each = [
+            choices.choice(candidates, layer, jax.random.fold_in(rng, i), args.repeats)
+            for i, layer in enumerate(layers)
+        ]
+        return [*map(float, np.mean([(x.times.queued_ms, *x[1:]) for x in each], axis=0))]
+
+    def cells(known: list[float]) -> list[str]:
+        ms, recall, weight, keys = known
+        time, held = (f"{x:.3f}" for x in np.divide((ms, weight), exact)) if exact else "--"
+        return [f"{ms:.3f}", time, f"{recall:.3f}", f"{weight:.3f}", held, f"{keys:.0f}"]
+
+    failed = []
+    for name in args.candidates:
+        for candidates in CANDIDATES[name]:
+            known = attempt(find, candidates)
+            row = f"`{candidates}`" if candidates else EXACT
+            table.result(row, known=known, cells=cells)
+            if candidates is None and not isinstance(known, Exception):
+                exact = [known[0], known[2]]
+            failed += [row] if isinstance(known, Exception) else []
+    exit_if(failed)
+
+
+def _layers(
+    args: argparse.Namespace, kinds: tuple[type[AttentionOp], ...] = coverage.EXACT
+) -> list[coverage.Layer]:
+    """The layers of the run of these kinds, of each sequence."""
     from reformax.cli import compilation_cache, parsed, saved_run
     from reformax.training import loop
 
@@ -175,7 +224,7 @@ def _layers(args: argparse.Namespace) -> list[coverage.Layer]:
         layer
         for i, batch in enumerate(batches)
         for layer in coverage.layers(
-            saved.model, saved.params, jnp.asarray(batch.inputs), jax.random.fold_in(rng, i)
+            saved.model, saved.params, jnp.asarray(batch.inputs), jax.random.fold_in(rng, i), kinds
         )
     ]
     if not layers:
@@ -200,9 +249,11 @@ def _print_equal(points: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def _flags() -> argparse.ArgumentParser:
-    parser = command_line.parser(__doc__)
+    parser = command_line.parser(__doc__, repeats=3)
     parser.add_argument("--run", metavar="DIR", help="the folder of a trained language model")
     parser.add_argument("--only", nargs="+", choices=OPS, help="with --run: these attentions")
+    text = "with --run: what its indexers choose among such candidates"
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, help=text)
     parser.add_argument("--checkpoint", default="best", help="of --run (default: best)")
     parser.add_argument("--data_dir", help="of --run: where its task finds its data")
     positive = dict(type=command_line.positive)
@@ -212,8 +263,16 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _flags().parse_args(argv)
-    of_run(args) if args.run else of_clusters(args)
+    parser = _flags()
+    args = parser.parse_args(argv)
+    if args.candidates and not args.run:
+        parser.error("--candidates goes with --run, of a model with dsa: give it")
+    if not args.run:
+        of_clusters(args)
+    elif args.candidates:
+        of_candidates(args)
+    else:
+        of_run(args)
     return 0
 
 

@@ -7,23 +7,27 @@ import numpy as np
 import pytest
 
 from benchmarks import recall
-from benchmarks.harness import coverage
+from benchmarks.harness import choices, coverage
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.models import TransformerLM
 from reformax.ops import dense, dsa, linear, linformer, lsh, nsa, routing, shared_qk, smyrf
+from reformax.ops.indexing.candidates import Coded, Pooled
 from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.layers import plain
 from tests.ops.rows import ROWS, Shape, except_self
 
 LENGTH = 40
-BYTES = Spec.make(
-    "TransformerLM",
-    [Op("local", dict(chunk_len=4)), Op("dense", {})],
-    **dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=4),
-    vocab_size=256,
-)
+
+
+def spec_of(op):
+    sizes = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=4)
+    ops = [Op("local", dict(chunk_len=4)), op]
+    return Spec.make("TransformerLM", ops, **sizes, vocab_size=256)
+
+
+BYTES = spec_of(Op("dense", {}))
 
 
 def layer_of(op, n_heads=2):
@@ -186,3 +190,62 @@ def test_recall_of_a_run(tmp_path, capsys, monkeypatch):
     assert "| `lsh()` | Unsupported: lsh() makes its keys of the queries" in printed
     equal = printed.partition("weight at equal numbers of keys")[2]
     assert re.search(r"\n\| `smyrf` \| - \| 0\.\d+ \|", equal) and "`lsh`" not in equal
+
+
+def indexed_layer():
+    op = dsa.dsa(top_k=6, n_index_heads=2, d_index=8)
+    layer = layer_of(op)
+    return layer._replace(params=op.init(jax.random.key(3), op.dims(layer.q, layer.q)))
+
+
+def test_the_share_of_candidates_is_that_of_the_exact_choice_and_of_the_weight():
+    """Against sets, and weights in NumPy; a block is the query's own, and the best other one."""
+    layer, rng = indexed_layer(), jax.random.key(0)
+    found = choices.choice(Pooled(block_sizes=(4,), n_blocks=1), layer, rng, repeats=1)
+    assert found.times.ms > 0
+
+    logits = np.einsum("btnh,bsnh->nts", *(np.asarray(x, float) for x in layer[2:4])) / np.sqrt(8)
+    logits = np.where(np.tril(np.ones((LENGTH, LENGTH))), logits, -np.inf)
+    weights = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    options = dict(segment_ids=None, causal=True, rng=rng, train=False)
+    plans = [
+        choices.with_candidates(layer.op, x).plan(layer.params, *layer[2:4], **options)[0]
+        for x in (None, Pooled(block_sizes=(4,), n_blocks=1))
+    ]
+    wanted, chosen = ([set(np.asarray(row)) - {-1} for row in plan] for plan in plans)
+    at = np.linspace(0, LENGTH - 1, choices.N_QUERIES).astype(int)
+    recall = np.mean([len(wanted[t] & chosen[t]) / len(wanted[t]) for t in at])
+    weight = np.mean([weights[:, t, list(chosen[t])].sum(axis=-1).mean() for t in at])
+    np.testing.assert_allclose(
+        found[1:], (recall, weight, np.mean([len(chosen[t]) for t in at])), rtol=1e-5
+    )
+    assert 0.4 < found.recall < 0.99
+
+
+def test_all_candidates_are_the_exact_choice():
+    layer, rng = indexed_layer(), jax.random.key(0)
+    exact, every = (
+        choices.choice(x, layer, rng, repeats=1) for x in (None, Pooled(block_sizes=(4,)))
+    )
+    assert exact.recall == every.recall == 1 and exact[1:] == every[1:]
+
+
+def test_candidates_are_those_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        recall.main(["--candidates", "exact"])
+    assert "--candidates goes with --run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_candidates_of_a_run(tmp_path, capsys, monkeypatch):
+    spec = spec_of(Op("dsa", dict(top_k=8, n_index_heads=2, d_index=8)))
+    run_folder.write(tmp_path / "run", spec, random_params(spec), {}, "A note.")
+    (tmp_path / "text").write_text("one line of a text.\n" * 500)
+    kinds = {recall.EXACT: [None], "coded": [Coded(n_bits=16, n_best=n) for n in (8, 40)]}
+    monkeypatch.setattr(recall, "CANDIDATES", kinds)
+    flags = [f"--run={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=64"]
+    recall.main([*flags, "--candidates", *kinds, "--sequences=1", "--repeats=1"])
+    printed = capsys.readouterr().out
+    assert re.search(r"\| exact \| [\d.]+ \| - \| 1\.000 \| 0\.\d+ \| - \| 8 \|", printed)
+    shares = re.findall(r"`Coded.*` \| [\d.]+ \| [\d.]+ \| (0\.\d+)", printed)
+    assert 0 < float(shares[0]) < float(shares[1]) <= 1

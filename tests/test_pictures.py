@@ -79,6 +79,18 @@ def test_the_picture_of_lsh_attention_shows_what_it_computes(pictures):
         )
 
 
+def test_the_picture_of_an_indexer_shows_what_it_computes(pictures):
+    known = importlib.import_module("indexer").found()
+    assert set(known.candidates) == {i for i, b in enumerate(known.buckets) if b == known.bucket}
+    scores = np.maximum(known.keys @ known.query, 0)
+    least = min(scores[known.chosen])
+    assert set(known.chosen) <= set(known.candidates) and len(known.chosen) == 3
+    assert all(scores[i] <= least for i in set(known.candidates) - set(known.chosen))
+    others = set(range(len(scores))) - set(known.candidates)
+    assert set(known.missed) == {i for i in others if scores[i] > least}
+    assert len(known.missed) == 1
+
+
 def test_every_page_shows_a_picture_in_both_modes():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts = [page.read_text() for page in pages]

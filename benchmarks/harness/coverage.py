@@ -44,6 +44,7 @@ class Layer(NamedTuple):
     op: AttentionOp
     q: Float[Array, "1 T N H"]
     k: Float[Array, "1 T N H"] | None
+    params: Any = ()  # the op's own weights
 
 
 class Found(NamedTuple):
@@ -53,7 +54,13 @@ class Found(NamedTuple):
     keys: Float[Array, " N"]  # the mean number of keys that a query sees
 
 
-def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray) -> list[Layer]:
+def layers(
+    model: Any,
+    params: Any,
+    tokens: Int[Array, "1 T"],
+    rng: PRNGKeyArray,
+    kinds: tuple[type[AttentionOp], ...] = EXACT,
+) -> list[Layer]:
     """The queries and keys of the layers whose attention sees every key.
 
     Args:
@@ -61,35 +68,43 @@ def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray
       params: its weights.
       tokens: a sequence.
       rng: of the model's own hashes.
+      kinds: of the layers; others than those that see every key.
 
     Raises:
       SettingError: the model has no such layer.
     """
     ops, read = model.attention_type, []
     ops = (ops,) if isinstance(ops, AttentionOp) else tuple(ops)
-    exact = [i for i, op in enumerate(ops) if isinstance(op, EXACT)]
-    if not exact:
-        raise SettingError(
-            f"the run's attention is {', '.join(map(repr, ops))}: expected layers that see every "
-            "key, such as dense.dense(), for their attention is the true one"
+    asked = [i for i, op in enumerate(ops) if isinstance(op, kinds)]
+    if not asked:
+        wanted = (
+            "that see every key, such as dense.dense(), for their attention is the true one"
+            if kinds is EXACT
+            else "of " + ", ".join(x.__name__ for x in kinds)
         )
-    watched = [_watched(op, read) if isinstance(op, EXACT) else op for op in ops]
+        raise SettingError(
+            f"the run's attention is {', '.join(map(repr, ops))}: expected layers {wanted}"
+        )
+    watched = [_watched(op, read) if isinstance(op, kinds) else op for op in ops]
     model = dataclasses.replace(model, attention_type=tuple(watched))
     jax.block_until_ready(jax.jit(model.features)(params, tokens, rng=rng))
     jax.effects_barrier()
-    numbers = (n for n in range(model.n_layers) if n % len(ops) in exact)
-    return [Layer(n, ops[n % len(ops)], *arrays) for n, arrays in zip(numbers, read, strict=True)]
+    numbers = (n for n in range(model.n_layers) if n % len(ops) in asked)
+    return [Layer(n, ops[n % len(ops)], *known) for n, known in zip(numbers, read, strict=True)]
 
 
 def _watched(op: AttentionOp, read: list) -> AttentionOp:
-    """`op`, each call of which appends its queries and its keys, as NumPy arrays, to `read`."""
+    """`op`, each call of which appends queries, keys and weights, as NumPy arrays, to `read`."""
 
     class Watched(type(op)):
         def _apply(self, call, params, q, k, v, plan):
             arrays = [x.astype(jnp.float32) for x in (q, *repeat_heads(q, k)) if x is not None]
-            jax.debug.callback(
-                lambda *x: read.append((*map(np.array, x), None)[:2]), *arrays, ordered=True
-            )
+
+            def add(params, *arrays):
+                q, k = (*map(np.array, arrays), None)[:2]
+                read.append((q, k, jax.tree.map(np.array, params)))
+
+            jax.debug.callback(add, params, *arrays, ordered=True)
             return super()._apply(call, params, q, k, v, plan)
 
     return Watched(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})
@@ -120,7 +135,7 @@ def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
     optimizer = optax.adam(LEARNING_RATE)
     state = optimizer.init(own)
     for i in range(N_LEARNT if jax.tree.leaves(own) else N_ADVANCED):
-        changes = _own_gradient(op, params, q, k, rng)
+        changes = own_gradient(op, params, q, k, rng)
         if i == 0 and not all(jnp.any(x) for x in jax.tree.leaves(trained(changes))):
             raise Unsupported(f"{op} has weights of its own, which the run has not trained")
         updates, state = optimizer.update(trained(changes), state, own)
@@ -130,7 +145,7 @@ def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _own_gradient(op, params, q, k, rng):
+def own_gradient(op, params, q, k, rng):
     """What reaches the weights while nothing of the output does."""
 
     def attend(params):
@@ -171,10 +186,10 @@ def found(op: AttentionOp | int, layer: Layer, rng: PRNGKeyArray, *, causal: boo
       Unsupported: from `own_weights`.
     """
     if isinstance(op, int):
-        return jax.device_get(_shares(op, layer.op, causal, (), layer[2:], layer[2:], rng))
+        return jax.device_get(_shares(op, layer.op, causal, (), layer[2:4], layer[2:4], rng))
     params = own_weights(op, layer, rng)
     vectors = _vectors(op, layer)
-    return jax.device_get(_shares(op, layer.op, causal, params, vectors, layer[2:], rng))
+    return jax.device_get(_shares(op, layer.op, causal, params, vectors, layer[2:4], rng))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -108,6 +108,7 @@ class Made(NamedTuple):
       n_kv_heads: heads of keys; None: as many as of queries.
       dense: the row that it is compared with.
       heads: heads of queries and their size; None: the run's.
+      check_length: at which it is checked; None: the run's.
     """
 
     make: Callable[..., AttentionOp]
@@ -118,6 +119,7 @@ class Made(NamedTuple):
     n_kv_heads: int | None = None
     dense: str = "flash"
     heads: tuple[int, int] | None = None
+    check_length: int | None = None
 
 
 def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]]:
@@ -188,24 +190,6 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "dsa": Made(of(dsa.dsa, top_k=half, d_index=shape.d_head)),
     }
 
-    # What an indexer chooses, on one head of keys, as DeepSeek's models, and on a fourth.
-    of_one = dict(n_kv_heads=1, heads=(32, 128), dense="flash, 32 heads of 128 on 1")
-    of_two = dict(n_kv_heads=2, dense="flash, 2 heads of keys")
-    summaries = of(csa.csa, top_k=half // 2, window=max(4, half // 8))
-    by_candidates = {
-        kind: of(dsa.dsa, top_k=shape.block, indexer=Indexer(candidates=found))
-        for kind, found in (("hashed", candidates.Hashed()), ("pooled", candidates.Pooled()))
-    }
-    indexed = {
-        "dsa, 1 head of keys": Made(of(dsa.dsa, top_k=shape.block), **of_one),
-        "dsa, hashed": Made(by_candidates["hashed"], **of_one),
-        "dsa, pooled": Made(by_candidates["pooled"], **of_one),
-        "csa": Made(summaries, **of_one),
-        "hca": Made(hca.hca, **of_one),
-        "dsa, 2 heads of keys": Made(of(dsa.dsa, top_k=half // 2), **of_two),
-        "csa, 2 heads of keys": Made(summaries, **of_two),
-    }
-
     blocks = {
         name: Made(of(block_sparse.block_sparse, pattern=pattern, block_size=max(16, chunk_len)))
         for name, pattern in PATTERNS.items()
@@ -238,9 +222,43 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "hashed": hashed,
         "windows": windows,
         "chosen": chosen,
-        "indexed": indexed,
+        "indexed": _indexed(shape),
         "blocks": blocks,
         "linear_time": linear_time,
+    }
+
+
+def _indexed(shape: Shape) -> dict[str, Made]:
+    """What an indexer chooses: of one head of keys as in DeepSeek's models, of a fourth, of all.
+
+    A query sees four blocks, or one where its heads are the run's: half of what a check has, so
+    that there is a choice. Hashes and blocks find twice as many candidates, or more.
+    """
+    many, few, whole = 4 * shape.block, shape.block, max(2, shape.block // 8)
+    of_one = dict(n_kv_heads=1, heads=(32, 128), dense="flash, 32 heads of 128 on 1")
+    of_one |= dict(check_length=max(shape.check_length, 2 * many))
+    of_two = dict(n_kv_heads=2, dense="flash, 2 heads of keys")
+
+    def choice(top_k: int, found: candidates.Candidates | None = None, **options: Any) -> Callable:
+        return functools.partial(dsa.dsa, top_k=top_k, indexer=Indexer(candidates=found, **options))
+
+    hashes = {n: candidates.Hashed(n_nearest=max(2, n // 8)) for n in (many, few)}
+    pooled = candidates.Pooled(block_sizes=(2 * whole,), n_blocks=64)
+    summaries = functools.partial(csa.csa, top_k=few, window=max(4, few // 4))
+    return {
+        "dsa, 1 head of keys": Made(choice(many), **of_one),
+        "dsa, bfloat16": Made(choice(many, dtype="bfloat16"), **of_one),
+        "dsa, blocks": Made(choice(many, block_size=whole), **of_one),
+        "dsa, hashed": Made(choice(many, hashes[many], dtype="bfloat16"), **of_one),
+        "dsa, hashed, a fourth": Made(choice(few, hashes[few], dtype="bfloat16"), **of_one),
+        "dsa, pooled": Made(choice(many, pooled, dtype="bfloat16"), **of_one),
+        "csa": Made(summaries, **of_one),
+        "hca": Made(hca.hca, **of_one),
+        "dsa, 2 heads of keys": Made(choice(few), **of_two),
+        "dsa, bfloat16, 2 heads of keys": Made(choice(few, dtype="bfloat16"), **of_two),
+        "dsa, blocks, 2 heads of keys": Made(choice(few, block_size=whole), **of_two),
+        "csa, 2 heads of keys": Made(summaries, **of_two),
+        "dsa, all heads of keys": Made(choice(few)),
     }
 
 
@@ -346,7 +364,7 @@ def numbers(name: str, shape: Mapping[str, Any], folder: str, limit: float) -> I
 
 def expected(made: Made, shape: Shape) -> dict[str, np.ndarray]:
     """The arrays of `numbers`."""
-    given = inputs_of(made, shape._replace(tokens=1), shape.check_length)
+    given = inputs_of(made, shape._replace(tokens=1), made.check_length or shape.check_length)
     inputs = jax.tree.map(lambda x: x.astype(jnp.float32), given)
     d_out = inputs.pop("d_out")
     attend, gradient = passes(made.make(impl="xla"), made)
@@ -366,7 +384,7 @@ def check(made: Made, shape: Shape, spoil: Callable = lambda op: op) -> list[flo
     """
     op = spoil(made.make(impl="auto"))
     reference = made.reference() if made.reference else made.make(impl=other_impl())
-    inputs = inputs_of(made, shape._replace(tokens=1), shape.check_length)
+    inputs = inputs_of(made, shape._replace(tokens=1), made.check_length or shape.check_length)
     d_out = inputs.pop("d_out")
     # XLA would time many versions of each product of the array operations.
     untuned = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None

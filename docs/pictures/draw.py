@@ -14,7 +14,7 @@ from pathlib import Path
 import style
 
 PICTURES = (
-    *("lsh", "reversible", "package", "training_step"),
+    *("lsh", "indexer", "reversible", "package", "training_step"),
     *("fair", "fair_by_position"),
     *("attention_table", "linear_attention", "sparse_attention", "lsh_by_length", "block_sparse"),
     *("recall", "recall_of_a_model", "associative_recall", "depth", "more_training", "scaling"),

@@ -194,15 +194,15 @@ class dsa(Reusing, AttentionOp):
         if self.reuse:
             return no_queries(q)
         queries, weights = index_queries(params, q)
-        return IndexQueries(self.indexer.rotated(queries, position), weights)
+        return IndexQueries(self.indexer.scored(queries, position), weights)
 
     def _index_keys(self, params, k: Float[Array, "B T G H"], position=None) -> Array:
         position = positions(k.shape[1]) if position is None else position
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
-        if self.indexer.block_size > 1:  # whose means are rotated
+        if self.indexer.block_size > 1:  # whose means are scored
             return _index_keys(params, k)
-        return self.indexer.rotated(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+        return self.indexer.scored(_index_keys(params, k)[:, :, None], position)[:, :, 0]
 
     def _of_candidates(self, params) -> Any:
         """The weights of the indexer's candidates."""

@@ -30,7 +30,8 @@ COMMANDS = [
     ("attention", "--only moba --unchecked --at_once=2 --n_heads=1 --d_head=16", "| moba | "),
     ("families", "--only llama phi3 --peers", "| phi3 | ImportError: none here |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
-    ("generation", "--prompt_len=70", "| 70 | 1 | 0.0"),
+    ("generation", "--prompt_len=70", "| dense | 70 | 1 | 0.0"),
+    ("generation", "--prompt_len=70 --far csa 'dsa, hashed'", "| dsa, hashed | 70 | 1 | 0.0"),
     (
         "global_layers",
         "--only flash windows --at_once=2 --saved={path}/a.jsonl --runs={path}/runs",
@@ -100,6 +101,7 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     [
         (generation, "--mesh=data=1", "--mesh is .* which is not read without --prompt_len"),
         (generation, "--mesh=rows=1 --prompt_len=9", "--mesh: mesh is 'rows=1': expected sizes of"),
+        (generation, "--far csa", "--far is .* which is not read without --prompt_len"),
         (generation, "--prompt_len=9 --repeats=2", "--repeats is 2, which is not read with --prom"),
         (reversible, "--tiny --layers=4", "--layers is 4, which is not read without --minutes"),
         (reversible, "--data_dir=text", "--data_dir is text, which is not read without --minutes"),

@@ -96,7 +96,13 @@ def vectors(options, params, q, k, mask=None):
     if indexer.rotary:
         queries = _rotated(queries, jnp.arange(k.shape[1]))
         keys = _rotated(keys[:, :, None], position)[:, :, 0]
+    if indexer.dtype == "bfloat16":
+        queries, keys = _rounded(queries), _rounded(keys)
     return queries, keys, 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"])
+
+
+def _rounded(x):
+    return x + jax.lax.stop_gradient(x.astype("bfloat16").astype(x.dtype) - x)
 
 
 def _rotated(x, position):

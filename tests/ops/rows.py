@@ -455,7 +455,7 @@ _CODED = Indexer(candidates=Coded(n_bits=16, n_best=8))
 _HASHED = Indexer(score="product", candidates=Hashed(n_hashes=3, n_buckets=4, n_nearest=4))
 _HASHED_RELU = Indexer(n_local=2, candidates=Hashed(n_hashes=2, n_nearest=3, centre=False))
 _INDEXERS = {
-    "dsa_local": {"top_k": (6, 200), "indexer": (_LOCAL, Indexer(rotary=True))},
+    "dsa_local": {"top_k": (6, 200), "indexer": (_LOCAL, Indexer(rotary=True, dtype="bfloat16"))},
     "dsa_pooled": {"top_k": (5, 200), "indexer": (_POOLED,)},
     "dsa_clustered": {"top_k": (5, 200), "indexer": (_CLUSTERED,)},
     "dsa_blocks": {"top_k": (9, 4, 200), "indexer": (_WHOLE_BLOCKS,)},

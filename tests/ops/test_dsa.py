@@ -76,6 +76,32 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else(impl):
         assert all(np.any(x) == bool(scale) for x in others)
 
 
+SOME = Pooled(block_sizes=(8,), n_blocks=3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(dict(block_size=4), marks=pytest.mark.slow),
+        pytest.param(dict(candidates=SOME), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rounded_vectors_are_chosen_by_as_their_exact_products_say(options):
+    """Of both implementations; in float32 they choose otherwise."""
+    q, k, _ = numbers(120)
+    call = dict(segment_ids=None, causal=True, rng=jax.random.key(0))
+
+    def plan(dtype, impl):
+        op = dsa.dsa(top_k=16, **OPTIONS, indexer=Indexer(**options, dtype=dtype), impl=impl)
+        return np.sort(op.plan(weights(op, q), q, k, **call), axis=2)
+
+    got, want = (plan("bfloat16", x) for x in (INTERPRETED, "xla"))
+    assert (got == want).all()
+    assert 0.001 < (want != plan("float32", "xla")).mean() < 0.2
+
+
 @pytest.mark.parametrize("top_k, choice", [(9, Indexer()), (3, Indexer(n_local=2))])
 def test_the_reported_loss_is_the_one_that_the_indexer_learns_from(top_k, choice):
     """Its meter becomes the mean divergence, of eq. 4 over the chosen keys alone."""

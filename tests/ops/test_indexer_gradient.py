@@ -32,7 +32,9 @@ def lists(rng, mask):
 
 
 @pytest.mark.parametrize(
-    "listed_cost", [0, pytest.param(1e9, marks=pytest.mark.slow)], ids=["lists", "tiles"]
+    "listed_cost, summed_cost",
+    [(0, 1e9), (0, 0), pytest.param(1e9, 0, marks=pytest.mark.slow)],
+    ids=["lists", "sums of lists", "tiles"],
 )
 @pytest.mark.parametrize(
     "rule, n_kv, packed, others",
@@ -42,9 +44,14 @@ def lists(rng, mask):
         pytest.param(kernel.KeyRule(False, Logits()), 6, True, False, marks=pytest.mark.slow),
     ],
 )
-def test_it_is_the_gradient_of_the_divergence(rule, n_kv, packed, others, listed_cost, monkeypatch):
+def test_it_is_the_gradient_of_the_divergence(
+    rule, n_kv, packed, others, listed_cost, summed_cost, monkeypatch
+):
     """With other keys in the softmax, the attention to the listed ones is divided by its sum."""
     monkeypatch.setattr(kernel, "LISTED_COST", listed_cost)
+    monkeypatch.setattr(kernel, "SUMMED_COST", summed_cost)
+    monkeypatch.setattr(kernel.listed, "MAX_BYTES", 0)
+    monkeypatch.setattr(kernel.listed, "LEAST_PAIRS", 128)
     monkeypatch.setattr(kernel, "LIST_COLUMNS", 16)
     monkeypatch.setattr(kernel, "MAX_PART_BYTES", 0)
     rng, n_keys = np.random.default_rng(0), LENGTH // rule.span

@@ -7,7 +7,7 @@ of them by their distance, Q queries of a chunk, M candidates of a query.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,13 @@ from reformax.ops.indexing.streaming import best_keys, best_over
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import AT_A_TIME, by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard
 
+# Numbers of a chunk of queries whose candidates kernels score: enough queries to fill a GPU.
+SCORED_AT_A_TIME = 2**27
 # Queries of a row from which candidates learn, spread evenly.
 LEARNT_FROM = 256
 
@@ -74,6 +76,9 @@ class Indexer(Options):
         segment of its last one, rotated as its first position. A query sees the best `top_k / L`
         complete blocks up to itself, and its own block so far where that is not complete. For
         causal calls; without `n_local`, `group` and `candidates`.
+      dtype: what index queries and keys are rounded to. Products of bfloat16 numbers take a third
+        of the time of float32's on tensor cores, and candidates a third of the reads. Sums are
+        float32 for both, and a gradient is that of numbers that are not rounded.
     """
 
     score: Score = "relu"
@@ -82,6 +87,7 @@ class Indexer(Options):
     group: Size = 1
     candidates: Candidates | None = None
     block_size: Size = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
         super().__post_init__()
@@ -118,9 +124,18 @@ class Indexer(Options):
             "n_local": f"{self.n_local} in a call that is not causal" if both_ways else None,
         }
 
-    def rotated(self, x: Float[Array, "B T J D"], position: Int[Array, "B T"]) -> Array:
-        """Index queries or keys at their positions."""
-        return rotary(x, position) if self.rotary else x
+    @property
+    def n_parts(self) -> int | None:
+        """The parts of bfloat16 that hold a number; None: as many as float32 takes."""
+        return 1 if self.dtype == "bfloat16" else None
+
+    def scored(self, x: Float[Array, "B T J D"], position: Int[Array, "B T"]) -> Array:
+        """Index queries or keys as they are scored: rotated to their positions, and rounded."""
+        x = rotary(x, position) if self.rotary else x
+        if self.dtype == "float32":
+            return x
+        # XLA may leave out a cast there and back. The sum is exact.
+        return x + lax.stop_gradient(lax.reduce_precision(x, 8, 7) - x)
 
     def n_local_keys(self, causal: bool, length: int) -> int:
         """L for a length."""
@@ -185,10 +200,10 @@ class Indexer(Options):
     def block_keys(
         self, keys: Float[Array, "B T D"], ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B C D"], Int[Array, "B C"]]:
-        """The index keys of blocks, of keys that are not rotated, and their segments."""
+        """The index keys of blocks, of keys as `scored` takes them, and their segments."""
         ids, means = pooled_blocks(keys[:, :, None], ids, self.block_size)
         first = positions(means.shape[1]) * self.block_size
-        return self.rotated(means, first)[:, :, 0], ids
+        return self.scored(means, first)[:, :, 0], ids
 
     def newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
         """The last complete block at a position; -1 before the first."""
@@ -207,7 +222,8 @@ class Indexer(Options):
 
             masks = (None, None) if segment_ids is None else (ids, block_ids)
             arrays = *x.queries, keys, *masks
-            found = kernel.choose_positions(n_best, True, interpret, *arrays, self.block_size)
+            sizes = dict(span=self.block_size, n_parts=self.n_parts or 2)
+            found = kernel.choose_positions(n_best, True, interpret, *arrays, **sizes)
         return self._positions_of(found, position)
 
     def in_parts(
@@ -396,6 +412,7 @@ class Indexer(Options):
             allowed = rule.allows(Side(position[:, None, None]), key)
             return best_of(scores(self.score, x.queries, cache.keys), allowed, n_best)[:, 0]
         found = self.candidates.of_newest(cache.found, held, chunk)
+        found = without_repeats(found) if self.candidates.repeats else found
         return best_candidates(rule, n_best, held, chunk, found)[:, 0]
 
     def _best(
@@ -418,7 +435,8 @@ class Indexer(Options):
             if rule.n_local or sharding.axis_of(shard) is not None:
                 # A query chooses what a query `n_local` positions before it sees.
                 first = queries.position[0, 0] - rule.n_local
-            return choose_positions(n_best, rule.causal, interpret, *arrays, first=first)
+            sizes = dict(n_parts=self.n_parts or 2, first=first)
+            return choose_positions(n_best, rule.causal, interpret, *arrays, **sizes)
         if self.candidates is None:
             arrays = queries.index, keys.keys, side, keys.ids
             return best_keys(self.score, rule, n_best, *arrays)[1]
@@ -428,14 +446,17 @@ class Indexer(Options):
         if interpret is not None:
             from reformax.ops.kernels.triton import candidate_scores as kernel
 
-            parts = kernel.key_parts(keys.keys)
+            n_parts = self.n_parts or 3
+            parts = kernel.parts_of(n_parts, keys.keys[:, :, None])
 
             def choose(index: IndexQueries, found: Int[Array, "B Q M"]) -> Int[Array, "B Q K"]:
-                return kernel.choose(n_best, interpret, *index, parts, found)
+                queries = kernel.parts_of(n_parts, index.queries)
+                return kernel.choose(n_best, interpret, queries, index.weights, parts, found)
 
         def of_chunk(vectors, weights, position, ids, *found):
             chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
             found = found[0] if found else self.candidates.of(prepared, keys, chunk)
+            found = without_repeats(found) if self.candidates.repeats else found
             return best_candidates(rule, n_best, keys, chunk, found, choose)
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
@@ -444,7 +465,9 @@ class Indexer(Options):
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
         arrays += () if of_all is None else (of_all,)
-        return join_chunks(by_chunks(of_chunk, n_seen, *arrays), queries.ids.shape[1])
+        at_a_time = AT_A_TIME if interpret is None else SCORED_AT_A_TIME
+        chosen = by_chunks(of_chunk, n_seen, *arrays, at_a_time=at_a_time)
+        return join_chunks(chosen, queries.ids.shape[1])
 
 
 class IndexerCache(NamedTuple):
@@ -463,8 +486,11 @@ def best_candidates(
     candidates: Int[Array, "B Q M"],
     choose: Callable[[IndexQueries, Array], Array] | None = None,
 ) -> Int[Array, "B Q K"]:
-    """The best of each query's candidates, by kernels that `choose` or in array operations."""
-    position = without_repeats(candidates)
+    """The best of each query's candidates, by kernels that `choose` or in array operations.
+
+    Candidates are in order, each once; -1 is none.
+    """
+    position = candidates
     at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
     exists = (position >= 0) & (position < keys.keys.shape[1])
     key = Side(position, gathered(keys.ids, at), exists=exists)

@@ -48,10 +48,12 @@ class Candidates(Options):
     Attributes:
       draws: whether it draws at random, and needs an rng.
       learns: whether it has weights, from `init`, and a loss, `losses`.
+      repeats: whether `of` finds a position several times, or not in order.
     """
 
     draws: ClassVar[bool] = False
     learns: ClassVar[bool] = False
+    repeats: ClassVar[bool] = True
 
     def init(self, rng: PRNGKeyArray, size: int) -> dict[str, Array]:
         """The weights, for index vectors of so many features."""
@@ -74,7 +76,7 @@ class Candidates(Options):
         raise NotImplementedError
 
     def of(self, prepared: Any, x: IndexedKeys, queries: QueryChunk) -> Int[Array, "B Q M"]:
-        """The positions of the candidates, in any order, maybe several times; -1 is none."""
+        """The positions of the candidates; -1 is none. In order, each once, unless it `repeats`."""
         raise NotImplementedError
 
     def of_all(

@@ -19,16 +19,26 @@ from reformax.ops.numerics.best import best_of
 
 
 class SortedKeys(NamedTuple):
-    """The keys' codes by position, and the positions in the order (segment, code, position)."""
+    """The positions in the order (segment, code, position), and codes and segments in that order.
 
-    codes: Int[Array, "B R S"]
+    A query's candidates follow each other, and so do their codes. Padding has the last segment.
+    """
+
     order: Int[Array, "B R S"]
+    codes: Int[Array, "B R S"]
+    ids: Int[Array, "B R S"]
 
 
 def sorted_by_code(codes: Int[Array, "B 1 R S"], n_codes: int, x: IndexedKeys) -> SortedKeys:
     """Sorts the keys by their codes, which are from 0 to `n_codes - 1`."""
-    order = sort_by_bucket(codes, n_codes, x.segment_ids, 0).query_positions
-    return SortedKeys(codes[:, 0], order[:, 0])
+    order = sort_by_bucket(codes, n_codes, x.segment_ids, 0).query_positions[:, 0]
+    ids = jnp.broadcast_to(_in_order(x.ids)[:, None], order.shape)
+    return SortedKeys(order, *(jnp.take_along_axis(y, order, axis=-1) for y in (codes[:, 0], ids)))
+
+
+def _in_order(ids: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    """The numbers by which segments are sorted."""
+    return jnp.where(is_token(ids), ids, jnp.iinfo(jnp.int32).max)
 
 
 def nearest_of_code(
@@ -50,9 +60,8 @@ def nearest_of_code(
         take = jax.vmap(jax.vmap(lambda x, at: x[at], in_axes=(0, 1), out_axes=1))
         return take(x, at)
 
-    position = of_hash(prepared.order, slot)
-    exists &= of_hash(prepared.codes, position) == codes[..., None]
-    position = jnp.where(exists, position, -1)
+    exists &= of_hash(prepared.codes, slot) == codes[..., None]
+    position = jnp.where(exists, of_hash(prepared.order, slot), -1)
     return jnp.moveaxis(position, 3, 1).reshape(*queries.ids.shape, -1)
 
 
@@ -75,11 +84,7 @@ def _sorted_before(
 
     By bisection: a chunk of queries reads the order log S times.
     """
-    order, n_keys = prepared.order, x.keys.shape[1]
-    sorted_codes = jnp.take_along_axis(prepared.codes, order, axis=-1)
-    last = jnp.iinfo(jnp.int32).max
-    ids, query_ids = (jnp.where(is_token(y), y, last) for y in (x.ids, queries.ids))
-    sorted_ids = jnp.take_along_axis(jnp.broadcast_to(ids[:, None], order.shape), order, axis=-1)
+    n_keys = x.keys.shape[1]
 
     def count(sorted_ids, sorted_codes, order, query_ids, codes):  # [S], [S], [S], [Q], [Q]
         def halve(_, bounds):
@@ -98,4 +103,5 @@ def _sorted_before(
 
     by_hash = jax.vmap(count, in_axes=(0, 0, 0, None, 0))
     by_head = jax.vmap(by_hash, in_axes=(None, None, None, None, 0))
-    return jax.vmap(by_head)(sorted_ids, sorted_codes, order, query_ids, codes)
+    sorted_keys = prepared.ids, prepared.codes, prepared.order
+    return jax.vmap(by_head)(*sorted_keys, _in_order(queries.ids), codes)

@@ -6,7 +6,7 @@ Letters as in `base.py`, and A blocks that a query always keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -54,6 +54,8 @@ class Pooled(Candidates):
 
     block_sizes: Sequence[Size] = (128,)
     n_blocks: Size = 64
+
+    repeats: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -64,15 +64,18 @@ def _scores_kernel(x: CandidateInputs, out):
     lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_candidates // COLUMNS)), score, None)
 
 
-def key_parts(keys: Float[Array, "B S D"]) -> tuple[Float[Array, "B S 1 D"], ...]:
-    """Keys as sums of narrow parts: tensor cores have no float32 products."""
-    return in_three(keys[:, :, None], jnp.bfloat16)
+def parts_of(n: int, x: Float[Array, "*d D"]) -> tuple[Float[Array, "*d D"], ...]:
+    """Float32 vectors as sums of `n` parts of bfloat16: tensor cores have no float32 products.
+
+    Three parts hold any, and one what bfloat16 holds.
+    """
+    return (x.astype(jnp.bfloat16),) if n == 1 else in_three(x, jnp.bfloat16)
 
 
 def choose(
     n_best: int,
     interpret: bool,
-    queries: Float[Array, "B Q J D"],
+    queries: tuple[Array, ...],
     weights: Float[Array, "B Q J"],
     keys: tuple[Array, ...],
     candidates: Int[Array, "B Q M"],
@@ -84,13 +87,12 @@ def choose(
     Args:
       n_best: K.
       interpret: whether to run the kernels on any device, slowly.
-      queries, weights: the indexer's arrays, float32.
-      keys: from `key_parts`.
+      queries, keys: from `parts_of`; keys have one head.
+      weights: the indexer's, float32.
       candidates: positions of keys; -1 is none.
     """
     n_batch, n_queries, n_candidates = candidates.shape
     shape = n_batch, n_queries, padded_length(n_candidates)
-    queries = in_three(queries, jnp.bfloat16)
     scores = launch(
         _scores_kernel,
         (CandidateInputs(queries, weights, keys, candidates),),

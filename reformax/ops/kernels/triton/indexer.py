@@ -40,7 +40,8 @@ ROWS, COLUMNS, WARPS = 128, 64, 8
 SCORE_COLUMNS, NARROW = 128, 64
 # The unit of the low part of a number, whose high part is a float16.
 LOW_UNIT = 2.0**-11
-# Bytes of scores in memory at a time. One tile of queries of each sequence may take more.
+# Bytes of scores in memory at a time, or as many as the choice of all queries takes: a chunk of few
+# queries of many keys does not fill a GPU. One tile of queries of each sequence may take more.
 MAX_SCORE_BYTES = 2**30
 
 
@@ -211,11 +212,14 @@ def _scores_kernel(x: IndexerInputs, out, *, causal: bool, span: int, columns: i
         pltriton.store(out.at[batch, *tile_index(tile, key_tile, columns)], score)
 
 
-def chunk_starts(n_batch: int, length: int, n_keys: int) -> tuple[Int[Array, "chunks 1"], int]:
+def chunk_starts(
+    n_batch: int, length: int, n_keys: int, n_best: int
+) -> tuple[Int[Array, "chunks 1"], int]:
     """The first queries of the chunks whose scores fit in memory, and the tiles of a chunk."""
     n_tiles = -(-length // ROWS)
     tile_bytes = 4 * n_batch * ROWS * padded_length(n_keys)
-    n_at_a_time = min(max(1, MAX_SCORE_BYTES // tile_bytes), n_tiles)
+    most = max(MAX_SCORE_BYTES, 4 * n_batch * length * n_best)
+    n_at_a_time = min(max(1, most // tile_bytes), n_tiles)
     return jnp.arange(0, n_tiles, n_at_a_time, dtype=jnp.int32)[:, None] * ROWS, n_at_a_time
 
 
@@ -265,7 +269,7 @@ def choose_positions(
     none = jnp.zeros(1, jnp.int32)
     x = IndexerInputs(queries, weights, keys, ids, key_ids, none, key_scale, first)
     columns = SCORE_COLUMNS if queries[0].shape[3] <= NARROW else COLUMNS
-    starts, n_tiles = chunk_starts(n_batch, length, n_keys)
+    starts, n_tiles = chunk_starts(n_batch, length, n_keys, n_best)
     n_rows = n_tiles * ROWS
 
     def some_queries(start) -> Int[Array, "B Q K"]:

@@ -15,7 +15,10 @@ do not pay where they are long, or where many key heads each have few query head
     queries.
 
 In both cases the last kernel computes the gradient of the indexer's keys from the difference, for a
-tile of keys: no atomics, one order of sums. All this is for a chunk of queries at a time.
+tile of keys: no atomics, one order of sums. It visits all pairs. Where lists have few of the keys,
+a query's program writes instead what it adds to the gradients of its keys, which `kernels.listed`
+sums as those of the attention: no array has a number for each pair. All this is for a chunk of
+queries at a time.
 
 Letters as in `kernels.indexer`; K positions of a list, N query heads of G key heads.
 """
@@ -34,6 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.kernels.triton import listed
 from reformax.ops.kernels.triton.common import (
     LOG2_E,
     LOWEST,
@@ -67,6 +71,9 @@ from reformax.ops.softmax.online import nonzero
 # Lists are read where they cost less than tiles. A listed key of a key head costs about as much as
 # this many pairs of a tile with one head; those of an indexer cost as much as 8 heads.
 LISTED_COST, INDEXER_HEADS = 128, 8
+# The keys to a listed one from which on contributions of lists take less than a visit of all pairs:
+# 128 bytes written and read and a place in a sort, at about 0.12 ns, against 3 ps.
+SUMMED_COST = 64
 # The widest heads of tiles of more keys, which read queries less often.
 NARROW = 128
 # Keys of a tile of a list, numbers that are set to zero at a time, and pipeline stages: reads of
@@ -258,23 +265,36 @@ class _ListInputs(NamedTuple):
     chosen: Array  # [B, T, K]
 
 
-class _ListOutputs(NamedTuple):
-    difference: Array  # [B, Q, F]
+class _Outputs(NamedTuple):
+    """What a chunk of queries gives.
+
+    Attributes:
+      queries, weights: the gradients of its own.
+      difference: of which those of the keys are made; or None, and
+      contributions: to the gradient of each key of its lists.
+    """
+
     queries: Array  # [B, Q, J, D]
     weights: Array  # [B, Q, J]
+    difference: Array | None  # [B, Q, F]
+    contributions: Array | None  # [B, 1, Q, K, D]
 
 
 class _ListedKeys(NamedTuple):
     """A tile of a query's list.
 
     Attributes:
-      number: of the keys, 0 where the query sees none.
+      slot: in the list.
+      exists: whether there is a key.
+      number: of the keys, 0 where there is none.
       visible: whether it sees them.
       rows: of the index keys.
       products: of the index heads with them.
       scores: of eq. 1.
     """
 
+    slot: Int[Array, " C"]
+    exists: Array
     number: Int[Array, " C"]
     visible: Array
     rows: Float[Array, "C D"]
@@ -366,7 +386,7 @@ class _ListProgram(NamedTuple):
         rows = load(*view_rows(keys, self.batch, number, 0, width, visible), 0.0)
         products = matmul(queries, rows, transpose_b=True)
         scores = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=0)
-        return _ListedKeys(number, visible, rows, products, scores)
+        return _ListedKeys(slot, exists, number, visible, rows, products, scores)
 
     def mean_weights(self, keys: _ListedKeys, alone: _Heads | None) -> Float[Array, " C"]:
         """The mean of all heads' weights; `alone` is the only part."""
@@ -423,22 +443,37 @@ def _heads_of(ref, batch, position, head: Int[Array, " M"], exists) -> Float[Arr
     return load(ref.at[batch, position, head, jnp.where(number < size, number, 0)], mask, 0.0)
 
 
-def _lists_kernel(
-    inputs: _ListInputs, out: _ListOutputs, *, rule: KeyRule, barrier: Callable[[], None]
-):
-    """A query's row of the gradient of scaled scores, and the gradients of its index heads."""
-    row, batch = pl.program_id(0), pl.program_id(1)
-    program = _ListProgram.located(rule, inputs, row, batch)
-    end, scale = program.tiles.end(lax.div(row, jnp.int32(ROWS))) * COLUMNS, _scale(inputs.x)
+def _clear_row(difference, batch, row, end) -> None:
+    """Sets a row to zero up to the end of the tiles that are read."""
 
     def clear(i, _):
         position = i * ZEROS + jnp.arange(ZEROS, dtype=jnp.int32)
-        zeros = jnp.zeros((ZEROS,), out.difference.dtype)
+        zeros = jnp.zeros((ZEROS,), difference.dtype)
         # The interpreter also writes where it masks, which nothing reads.
-        pltriton.store(out.difference.at[batch, row, position], zeros, mask=position < end)
+        pltriton.store(difference.at[batch, row, position], zeros, mask=position < end)
 
     lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
-    barrier()
+
+
+def _put_contributions(ref, batch, row, keys: _ListedKeys, found: Float[Array, "C D"]) -> None:
+    """Writes what a tile of the list adds to the gradients of its keys."""
+    column = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
+    mask = keys.exists[:, None] & (column < ref.shape[4])
+    view = ref.at[batch, 0, row, keys.slot[:, None], column]
+    pltriton.store(view, found.astype(ref.dtype), mask=mask)
+
+
+def _lists_kernel(
+    inputs: _ListInputs, out: _Outputs, *, rule: KeyRule, barrier: Callable[[], None]
+):
+    """The gradients of a query's index heads, and what it adds to those of its keys."""
+    row, batch = pl.program_id(0), pl.program_id(1)
+    program = _ListProgram.located(rule, inputs, row, batch)
+    scale = _scale(inputs.x)
+    if out.difference is not None:
+        end = program.tiles.end(lax.div(row, jnp.int32(ROWS))) * COLUMNS
+        _clear_row(out.difference, batch, row, end)
+        barrier()
     heads = program.index_heads()
     row_max, row_sum = program.softmax_sums(heads)
     alone = program.heads(jnp.int32(0)) if program.n_parts == 1 else None
@@ -456,10 +491,14 @@ def _lists_kernel(
         slope = weights - program.mean_weights(keys, alone)
         # A row that sees NaN has no gradient.
         slope = jnp.where((slope == slope) & learns, slope, 0.0)
-        position = jnp.where(keys.visible, keys.number, out.difference.shape[2])
-        view = out.difference.at[batch, row, position]
-        pltriton.store(view, slope.astype(out.difference.dtype), mask=keys.visible)
         active = jnp.where(keys.products > 0, slope[None, :], 0.0)
+        if out.difference is None:
+            weighted = (active * (heads[1] * scale)[:, None]).T.astype(keys.rows.dtype)
+            _put_contributions(out.contributions, batch, row, keys, matmul(weighted, heads[0]))
+        else:
+            position = jnp.where(keys.visible, keys.number, out.difference.shape[2])
+            view = out.difference.at[batch, row, position]
+            pltriton.store(view, slope.astype(out.difference.dtype), mask=keys.visible)
         return dq + matmul(active.astype(keys.rows.dtype), keys.rows), dw + active * keys.products
 
     sums = jnp.zeros(heads[0].shape, jnp.float32)
@@ -508,58 +547,92 @@ def indexer_gradient(
     # Float16 may not hold the indexer's values.
     dtype = jnp.float32 if attention.q.dtype == jnp.float32 else jnp.bfloat16
     queries, keys = index.queries.astype(dtype), index.keys[:, :, None].astype(dtype)
-    starts, n_tiles = chunk_starts(n_batch, length, n_keys)
     n_stages = min(n_stages_for(queries), n_stages_for(attention.q))
-    is_narrow = dtype == jnp.bfloat16 and attention.q.shape[3] <= NARROW
     run = functools.partial(_launch, interpret, rule, n_stages)
     x = IndexerInputs((queries,), index.weights, (keys,), ids, key_ids, jnp.zeros(1, jnp.int32))
+    sizes = chosen.shape[2], n_keys, attention.q.shape[2], attention.k.shape[2]
+    sums_lists = reads_lists(*sizes) and SUMMED_COST * chosen.shape[2] <= n_keys
+    starts, n_tiles = chunk_starts(n_batch, length, n_keys, chosen.shape[2])
+    if sums_lists:
+        n_bytes = size * jnp.dtype(dtype).itemsize
+        n_tiles = listed.n_in_chunk(n_batch, chosen.shape[2], n_keys, n_bytes) // ROWS
+        n_tiles = min(max(1, n_tiles), -(-length // ROWS))
+        starts = jnp.arange(0, length, n_tiles * ROWS, dtype=jnp.int32)[:, None]
 
-    def float32_shape(*shape):
-        return jax.ShapeDtypeStruct((n_batch, *shape), jnp.float32)
+    def shape(*of: int, of_dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((n_batch, *of), of_dtype)
 
-    n_rows, n_columns = n_tiles * ROWS, padded_length(n_keys)
-    shapes = _ListOutputs(
-        # The last kernel multiplies numbers of this dtype.
-        jax.ShapeDtypeStruct((n_batch, n_rows, n_columns), dtype),
-        float32_shape(n_rows, n_index, size),
-        float32_shape(n_rows, n_index),
-    )
-    if reads_lists(chosen.shape[2], n_keys, attention.q.shape[2], attention.k.shape[2]):
-        barrier = (lambda: None) if interpret else pltriton.debug_barrier
-        kernel = functools.partial(_lists_kernel, barrier=barrier)
-
-        def gradients_of(chunk: IndexerInputs) -> _ListOutputs:
-            inputs = (_ListInputs(chunk, attention, chosen),)
-            stages = LIST_STAGES if n_stages > 1 else 1
-            return _launch(interpret, rule, stages, kernel, inputs, (shapes,), (n_rows, n_batch))[0]
+    n_rows = n_tiles * ROWS
+    shapes = _Outputs(shape(n_rows, n_index, size), shape(n_rows, n_index), None, None)
+    if sums_lists:  # in the dtype of their products, as is the difference, which is multiplied
+        last = shape(1, n_rows, chosen.shape[2], size, of_dtype=dtype)
+        shapes = shapes._replace(contributions=last)
     else:
-        bits = bits_of(chosen, n_keys)
-        shape = _SoftmaxSums(float32_shape(length), float32_shape(length))
-        (sums,) = run(_sums_kernel, (x, bits), (shape,), (-(-length // ROWS), n_batch))
-
-        def gradients_of(chunk: IndexerInputs) -> _ListOutputs:
-            inputs = chunk, bits, sums, attention
-            columns = SCORE_COLUMNS if is_narrow else COLUMNS
-            kernel = functools.partial(_difference_kernel, columns=columns)
-            grid = n_tiles, n_columns // columns, n_batch
-            difference = run(kernel, inputs, shapes.difference, grid, columns // 16)
-            grid = n_tiles, n_index, n_batch
-            (found,) = run(_queries_kernel, (chunk, difference), (tuple(shapes[1:]),), grid)
-            return _ListOutputs(difference, *found)
+        last = shape(n_rows, padded_length(n_keys), of_dtype=dtype)
+        shapes = shapes._replace(difference=last)
+    if reads_lists(*sizes):
+        gradients_of = _by_lists(interpret, rule, n_stages, attention, chosen, shapes)
+    else:
+        gradients_of = _by_tiles(run, attention, chosen, x, shapes)
+    behind = (0, 0), (0, -length % n_rows), (0, 0)
+    padded = jnp.pad(chosen, behind, constant_values=-1) if sums_lists else None
 
     def of_chunk(d_keys, start):
         chunk = x._replace(start=start)
         found = gradients_of(chunk)
-        shape, grid = float32_shape(n_columns, 1, size), (n_columns // COLUMNS, n_batch)
+        if sums_lists:
+            some = lax.dynamic_slice_in_dim(padded, start[0], n_rows, axis=1)
+            (d_keys,) = listed.added((d_keys,), (found.contributions,), some, 1, interpret)
+            return d_keys, found[:2]
+        of_keys = shape(padded_length(n_keys), 1, size)
+        grid = of_keys.shape[1] // COLUMNS, n_batch
         n_warps = 4 if dtype == jnp.float32 else 8
-        of_keys = run(_keys_kernel, (chunk, found.difference), shape, grid, n_warps)
-        return d_keys + of_keys[:, : d_keys.shape[1], 0], found[1:]
+        of_keys = run(_keys_kernel, (chunk, found.difference), of_keys, grid, n_warps)
+        return d_keys + of_keys[:, :n_keys], found[:2]
 
-    d_keys, of_queries = lax.scan(of_chunk, jnp.zeros_like(index.keys), starts)
+    d_keys = jnp.zeros((n_batch, n_keys, 1, size), jnp.float32)
+    d_keys, of_queries = lax.scan(of_chunk, d_keys, starts)
     d_queries, d_weights = (
         jnp.moveaxis(d, 0, 1).reshape(n_batch, -1, *d.shape[3:])[:, :length] for d in of_queries
     )
-    return IndexerArrays(d_queries, d_weights, d_keys)
+    return IndexerArrays(d_queries, d_weights, d_keys[:, :, 0])
+
+
+def _by_lists(interpret, rule, n_stages, attention, chosen, shapes: _Outputs) -> Callable:
+    """The outputs of a chunk, of programs that read lists."""
+    barrier = (lambda: None) if interpret else pltriton.debug_barrier
+    kernel = functools.partial(_lists_kernel, barrier=barrier)
+    grid = shapes.queries.shape[1], len(chosen)
+    stages = LIST_STAGES if n_stages > 1 else 1
+
+    def gradients_of(chunk: IndexerInputs) -> _Outputs:
+        inputs = (_ListInputs(chunk, attention, chosen),)
+        return _launch(interpret, rule, stages, kernel, inputs, (shapes,), grid)[0]
+
+    return gradients_of
+
+
+def _by_tiles(run, attention, chosen, x: IndexerInputs, shapes: _Outputs) -> Callable:
+    """The outputs of a chunk, of programs with tiles of all keys."""
+    (n_batch, length, _), (keys,) = chosen.shape, x.keys
+    bits = bits_of(chosen, keys.shape[1])
+    row = jax.ShapeDtypeStruct((n_batch, length), jnp.float32)
+    sums = _SoftmaxSums(row, row)
+    (sums,) = run(_sums_kernel, (x, bits), (sums,), (-(-length // ROWS), n_batch))
+    is_narrow = keys.dtype == jnp.bfloat16 and attention.q.shape[3] <= NARROW
+    columns = SCORE_COLUMNS if is_narrow else COLUMNS
+    n_tiles, n_columns = shapes.difference.shape[1] // ROWS, shapes.difference.shape[2]
+
+    def gradients_of(chunk: IndexerInputs) -> _Outputs:
+        kernel = functools.partial(_difference_kernel, columns=columns)
+        grid = n_tiles, n_columns // columns, n_batch
+        inputs = chunk, bits, sums, attention
+        difference = run(kernel, inputs, shapes.difference, grid, columns // 16)
+        grid = n_tiles, shapes.queries.shape[2], n_batch
+        (found,) = run(_queries_kernel, (chunk, difference), (tuple(shapes[:2]),), grid)
+        return _Outputs(*found, difference, None)
+
+    return gradients_of
 
 
 def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):

@@ -39,7 +39,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,8 +68,9 @@ from reformax.ops.softmax.online import Softmax
 MAX_ROW_BYTES = 64 * 128 * 2
 # Numbers of a tile of keys by the bytes of their dtype, and most keys of a tile.
 TILE_NUMBERS, MAX_KEYS = {2: 64 * 128, 4: 32 * 128}, 64
-# Bytes of the contributions of a chunk of queries. One query of each row may take more.
-MAX_BYTES = 2**30
+# Bytes of the contributions of a chunk of queries, unless a key would get fewer of them on average
+# than this: each chunk has a program for each key. One query of each row may take more.
+MAX_BYTES, LEAST_PAIRS = 2**30, 8
 # Numbers of a tile of contributions, which a warp adds.
 SUM_NUMBERS = 2048
 # The cost of a byte of each number of a chosen key, and of a row of its products, where that of a
@@ -272,11 +273,11 @@ def _gradients_kernel(x: ListedInputs, row: QueryRows, _, dq, out: Contributions
     program.put_rows(dq, rows, sums * scale)
 
 
-def _sums_kernel(pair, bounds, x: Contributions, before, after, *, n_programs):
+def _sums_kernel(pair, bounds, x: Sequence[Array], before, after, *, n_programs):
     """Adds the contributions to a key's gradients, in the order of the pairs."""
     key, head, batch = (pl.program_id(i) for i in range(3))
     first, end = (bounds[batch, key + jnp.int32(i)] for i in (0, 1))
-    n_pairs = x.k.shape[2]
+    n_pairs = x[0].shape[2]
     widths = [power_of_two(ref.shape[3]) for ref in x]
     n_rows = max(1, SUM_NUMBERS // max(widths))
 
@@ -347,8 +348,8 @@ def backward(
     (q, k, v), (n_batch, length, n_listed) = x[:3], x.listed.shape
     row = query_rows(d_out, results, x.ids)
     n_heads = k.shape[2] * x.n_programs
-    n_bytes = n_listed * n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
-    n_chunks = -(-length // max(1, MAX_BYTES // (n_batch * n_bytes)))
+    n_bytes = n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
+    n_chunks = -(-length // n_in_chunk(n_batch, n_listed, k.shape[1], n_bytes))
     size = -(-length // n_chunks)
     padding = (0, 0), (0, n_chunks * size - length), (0, 0)
     padded = jnp.pad(x.listed, padding, constant_values=-1)
@@ -366,13 +367,18 @@ def backward(
             Contributions(contributions(k), contributions(v)),
         )
         dq, found = _launch(_gradients_kernel, sizes, interpret, inputs, shapes, aliases)
-        found = jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, y.shape[4]), found)
-        return (dq, _added(sums, found, chunk, x.n_programs, interpret)), None
+        return (dq, added(sums, found, chunk, x.n_programs, interpret)), None
 
     sums = tuple(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
     starts = size * jnp.arange(n_chunks, dtype=jnp.int32)
     (dq, (dk, dv)), _ = lax.scan(of_chunk, (jnp.zeros(q.shape, q.dtype), sums), starts)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def n_in_chunk(n_batch: int, n_listed: int, n_keys: int, n_bytes: int) -> int:
+    """Queries of a chunk, of which a pair contributes so many bytes."""
+    most = max(MAX_BYTES // n_bytes, LEAST_PAIRS * n_keys)
+    return max(1, most // (n_batch * n_listed))
 
 
 def queries_of_keys(
@@ -393,18 +399,32 @@ def queries_of_keys(
     return pair, bounds.reshape(wanted.shape).astype(jnp.int32)
 
 
-def _added(sums, found: Contributions, listed, n_programs, interpret) -> tuple[Array, Array]:
-    """The sums of gradients `[B, S, G, H]`, with a chunk's contributions `[B, G P, C K, H]`."""
-    n_batch, n_keys, n_kv, _ = sums[0].shape
-    inputs = *queries_of_keys(listed, n_keys), found, sums
+def added(
+    sums: tuple[Float[Array, "B S G _"], ...],
+    found: Sequence[Float[Array, "B GP C K _"]],
+    listed: Int[Array, "B C K"],
+    n_programs: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B S G _"], ...]:
+    """The float32 sums of gradients of keys, with what the pairs of a chunk contribute.
+
+    Args:
+      sums: of one or more arrays.
+      found: contributions to each, of `n_programs` programs of a key head.
+      listed: the lists of the chunk's queries.
+      n_programs: P.
+      interpret: whether to run the kernel on any device, slowly.
+    """
+    (n_batch, n_keys, n_kv, _), n = sums[0].shape, len(sums)
+    found = tuple(x.reshape(*x.shape[:2], -1, x.shape[4]) for x in found)
     return launch(
         functools.partial(_sums_kernel, n_programs=n_programs),
-        inputs,
+        (*queries_of_keys(listed, n_keys), found, sums),
         (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sums),),
         grid=(n_keys, n_kv, n_batch),
         num_warps=1,
         num_stages=2,
         interpret=interpret,
         name="listed_sums",
-        aliases={4: 0, 5: 1},
+        aliases={2 + n + i: i for i in range(n)},
     )[0]
