@@ -227,28 +227,53 @@ def _launch(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def project(
-    options: FeedForwardOptions, inputs: FeedForwardInputs, w2: Float[Array, "F D"]
+    options: FeedForwardOptions,
+    inputs: FeedForwardInputs,
+    w2: Float[Array, "F D"],
+    seen: Float[Array, "3 S"] | None = None,
 ) -> Float[Array, "R D"]:
-    """`hidden @ w2`; its gradient takes the hidden layer from the pass that needs `pre`."""
-    return _project_forward(options, inputs, w2)[0]
+    """`hidden @ w2`; its gradient takes the hidden layer from the pass that needs `pre`.
+
+    `seen` is the value of the `float8.history` of `w2`; None: FP8 scales are those of the arrays.
+    """
+    hidden = forward(first_order(inputs), options)
+    if options.float8:
+        return _project_float8(hidden, w2, seen)[0]
+    return hidden @ w2
 
 
-def _project_forward(options, inputs, w2):
-    inputs, w2 = first_order((inputs, w2))
+def _project_float8(hidden, w2, seen):
+    """The product, and its operands as the backward pass needs them."""
+    float8.check_device()
+    of_x, of_w, _ = float8.rows_of(seen)
+    x = float8.quantize(hidden, float8.E4M3, of_x)
+    w = float8.quantize(w2, float8.E4M3, of_w, columns=True)
+    return float8.contract(x, w, hidden.dtype), w._replace(columns=None)
+
+
+def _project_forward(options, inputs, w2, seen):
+    inputs, w2, seen = first_order((inputs, w2, seen))
     hidden = forward(inputs, options)
     if options.float8:
-        return float8.product(hidden, w2), (inputs, w2)
-    return hidden @ w2, (inputs, w2)
+        out, w = _project_float8(hidden, w2, seen)
+        return out, (inputs, w, jnp.zeros(0, w2.dtype), seen)
+    return hidden @ w2, (inputs, w2, None, None)
 
 
 def _project_backward(options, residuals, d_out):
-    (inputs, w2), d_out = first_order((residuals, d_out))
-    if options.float8:
-        d_hidden = float8.of_input(d_out, float8.quantize(w2, float8.E4M3))
-    else:
-        d_hidden = d_out @ w2.T
+    (inputs, w2, like, seen), d_out = first_order((residuals, d_out))
+    if not options.float8:
+        hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, options)
+        d_inputs = FeedForwardInputs(d_pre, d_bias, None, None)
+        return d_inputs, (hidden.T @ d_out).astype(w2.dtype), None
+    of_x, _, of_d = float8.rows_of(seen)
+    d = float8.quantize(d_out, float8.E5M2, of_d, columns=True)
+    d_hidden = float8.contract(d, w2, d_out.dtype, of_rows=True)
     hidden, d_pre, d_bias = backward(inputs, d_hidden, options)
-    return FeedForwardInputs(d_pre, d_bias, None, None), (hidden.T @ d_out).astype(w2.dtype)
+    x = float8.quantize(hidden, float8.E4M3, of_x, rows=False, columns=True)
+    d_w2 = float8.of_weights(x, d, like.dtype)
+    change = None if seen is None else float8.change(seen, x, w2, d)
+    return FeedForwardInputs(d_pre, d_bias, None, None), d_w2, change
 
 
 project.defvjp(_project_forward, _project_backward)
