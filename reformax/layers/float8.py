@@ -250,7 +250,8 @@ def rows_of(seen: Float[Array, "3 S"] | None) -> Sequence[Float[Array, " S"] | N
 
 def change(seen: Float[Array, "3 S"], *operands: Quantized) -> Float[Array, "3 S"]:
     """The cotangent by which a history gets the largest numbers of the step, in front."""
-    newest = jnp.stack([x.largest for x in operands])
+    # Below what the sum over devices could overflow.
+    newest = jnp.minimum(jnp.stack([x.largest for x in operands]), 2.0**100)
     after = jnp.concatenate([newest[:, None], seen[:, :-1]], axis=1)
     # A step divides changes by the devices, as if each of them had made its own.
     mesh = devices.current()
