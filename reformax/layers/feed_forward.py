@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -215,11 +216,13 @@ class FeedForward(Layer):
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; float32 between them is never stored.
-        first = self._first(params, x)
+        chosen = "xla" if self.gated else self._implementation(x)
         if self.gated:
-            out = self._through_gate(params, first, start, hidden_rng)
+            out = self._through_gate(params, self._first(params, x), start, hidden_rng)
+        elif chosen == "xla":
+            out = self._activated(params, self._first(params, x)[0], start, hidden_rng)
         else:
-            out = self._activated(params, *first, start, hidden_rng)
+            out = self._in_kernels(params, x, start, hidden_rng, chosen == INTERPRETED)
         if self.bias:
             # In the dtype of the product, a bias is added in its kernel on a GPU.
             out = out + params["b2"][None, None].astype(x.dtype)
@@ -250,37 +253,54 @@ class FeedForward(Layer):
         hidden = dropout(hidden, rate_in(self.mode, self.hidden_dropout), rng, start=start)
         return self._last(params, hidden)
 
+    def _implementation(self, x: Float[Array, "B C D"]) -> str:
+        """That of the hidden layer: "xla", "pallas" or `INTERPRETED`."""
+        size = math.prod(x.shape[:2]) * self.d_ff
+        pays = x.dtype in (jnp.bfloat16, jnp.float16) and self.activation in IN_KERNELS
+        of_float64 = f"inputs of {x.dtype}" if x.dtype == jnp.float64 else None
+        pays = pays and LEAST_SIZE <= size < MOST
+        return choose_impl(self.impl, pays, pallas=of_float64) if size else "xla"
+
     def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
         """Bias, activation, dropout and the second product, from the output of the first."""
         rate = rate_in(self.mode, self.hidden_dropout)
-        narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
-        pays = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
-        of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
-        chosen = choose_impl(self.impl, pays, pallas=of_float64) if pre.size else "xla"
-        if chosen == "xla":
-            x = pre.astype(accum_dtype(pre.dtype))
-            hidden = self.activation(x + params["b1"][None, None] if self.bias else x)
-            hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
-            return self._last(params, hidden)
+        x = pre.astype(accum_dtype(pre.dtype))
+        hidden = self.activation(x + params["b1"][None, None] if self.bias else x)
+        hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
+        return self._last(params, hidden)
+
+    def _in_kernels(
+        self, params, x: Float[Array, "B C D"], start, rng, interpret: bool
+    ) -> Float[Array, "B C D"]:
+        """Both products and what is between them. With delayed scales all of it is one function."""
         from reformax.layers.kernels import feed_forward as kernel
+        from reformax.layers.kernels import feed_forward_float8 as kernel_float8
 
+        rate = rate_in(self.mode, self.hidden_dropout)
         options = kernel.FeedForwardOptions(
-            self.activation, pre.shape[1], rate, self._float8, chosen == INTERPRETED
+            self.activation, x.shape[1], rate, self._float8, interpret
         )
+        delayed = self._float8 and float8.HISTORY in params
 
-        def project(first, pre, b1, w2, seen, start, rng):
-            seed = seed_words(rng, len(pre)) if rate else None
-            rows = pre.reshape(-1, pre.shape[-1])
-            out = kernel.project(
-                options, kernel.FeedForwardInputs(rows, b1, seed, start + first), w2, seen
-            )
-            return out.reshape(*pre.shape[:-1], -1)
+        def project(first, x, b1, weights, start, rng):
+            seed = seed_words(rng, len(x)) if rate else None
+            rows = x.reshape(-1, x.shape[-1])
+            inputs = kernel.FeedForwardInputs(None, b1, seed, start + first)
+            if delayed:
+                out = kernel_float8.apply(options, rows, inputs, kernel_float8.Weights(*weights))
+            else:
+                out = kernel.project(options, inputs._replace(pre=rows), *weights)
+            return out.reshape(*x.shape[:-1], -1)
 
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
         rng = check_rng(rng, rate) if rate else None
-        bias = params["b1"] if self.bias else jnp.zeros(pre.shape[-1])
-        seen = float8.seen_of(params, "w2")
-        return devices.by_positions(project, (pre,), (bias, params["w2"], seen, start, rng))
+        bias = params["b1"] if self.bias else jnp.zeros(self.d_ff)
+        if delayed:
+            seen = params[float8.HISTORY]
+            weights = params["w1"], params["w2"], seen["w1"].value, seen["w2"].value
+        else:
+            (x,), weights = self._first(params, x), (params["w2"],)
+        return devices.by_positions(project, (x,), (bias, weights, start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         self._check(params, x)

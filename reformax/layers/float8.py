@@ -87,25 +87,27 @@ def quantize(
     """
     pays = LEAST_SIZE <= x.size < MOST
     chosen = choose_impl(impl, pays, pallas=None) if x.size else "xla"
-    if seen is None:
-        scale = _scale(_largest(x), TOP[dtype])
-    else:
-        before = jnp.max(seen)
-        before = jnp.where(before > 0, before, math.ldexp(0.5, UNSEEN[dtype]))
-        scale = _scale(before, TOP[dtype] - 1)
+    scale = _scale(_largest(x), TOP[dtype]) if seen is None else delayed_scale(seen, dtype)
     if chosen == "xla":
         return _quantize_arrays(x, scale, dtype, rows, columns)
     found = _quantize_by_kernel(x, scale, dtype, rows, columns, chosen == INTERPRETED)
     return Quantized(*found[:2], scale, found[2])
 
 
+def delayed_scale(seen: Float[Array, " S"], dtype: Any) -> Float[Array, ""]:
+    """The scale that a row of a history gives."""
+    before = jnp.max(seen)
+    before = jnp.where(before > 0, before, math.ldexp(0.5, UNSEEN[dtype]))
+    return _scale(before, TOP[dtype] - 1)
+
+
 def _largest(x: Float[Array, "*d"]) -> Float[Array, ""]:
     """The largest finite magnitude, on all devices."""
     found = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
-    return _over_shards(found)
+    return over_shards(found)
 
 
-def _over_shards(largest: Float[Array, ""]) -> Float[Array, ""]:
+def over_shards(largest: Float[Array, ""]) -> Float[Array, ""]:
     """The largest number of all shards, within one."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     return lax.pmax(largest, axes) if axes else largest
@@ -140,7 +142,7 @@ def _quantize_by_kernel(x, scale, dtype, rows: bool, columns: bool, interpret: b
         turned = found.columns
         if turned is not None:
             turned = turned.reshape(x.shape[-1], *x.shape[:-1])
-        return values, turned, _over_shards(jnp.max(found.largest))
+        return values, turned, over_shards(jnp.max(found.largest))
 
     if devices.current() is None:
         return of_shard(x, scale)
@@ -195,11 +197,6 @@ def named_products(
     """`products` with the histories that a layer's weights have of matrices by their names."""
     seen = [params[HISTORY][name] for name in matrices] if HISTORY in params else None
     return products(x, list(matrices.values()), seen)
-
-
-def seen_of(params: dict[str, Any], name: str) -> Float[Array, "3 S"] | None:
-    """The value of the history that a layer's weights have of a matrix; None: there is none."""
-    return params[HISTORY][name].value if HISTORY in params else None
 
 
 @jax.custom_vjp

@@ -84,14 +84,23 @@ def _kernel(x_ref, scale_ref, rows_ref, columns_ref, largest_ref, *, options: Ro
     if n_rows % ROWS or n_columns % COLUMNS:
         mask = (row < n_rows)[:, None] & (column < n_columns)[None]
     x = load(x_ref.at[row[:, None], column[None]], mask, 0.0).astype(jnp.float32)
-    size = jnp.abs(x)
-    finite = size < jnp.inf
-    end = float(jnp.finfo(options.dtype).max)
-    values = jnp.minimum(jnp.maximum(x * scale_ref[0], -end), end)
-    values = jnp.where(finite, values, jnp.nan).astype(options.dtype)
+    values = to_float8(x, scale_ref[0], options.dtype)
     if options.rows:
         pltriton.store(rows_ref.at[row[:, None], column[None]], values, mask=mask)
     if options.columns:
         turned = None if mask is None else mask.T
         pltriton.store(columns_ref.at[column[:, None], row[None]], values.T, mask=turned)
-    largest_ref[i, j] = jnp.max(jnp.where(finite, size, 0.0))
+    largest_ref[i, j] = largest(x)
+
+
+def to_float8(x: Float[Array, "I J"], scale: Array, dtype: Any) -> Float[Array, "I J"]:
+    """A tile of float32 times its scale, rounded."""
+    end = float(jnp.finfo(dtype).max)
+    values = jnp.minimum(jnp.maximum(x * scale, -end), end)
+    return jnp.where(jnp.abs(x) < jnp.inf, values, jnp.nan).astype(dtype)
+
+
+def largest(x: Float[Array, "I J"]) -> Float[Array, ""]:
+    """The largest finite magnitude of a tile of float32."""
+    size = jnp.abs(x)
+    return jnp.max(jnp.where(size < jnp.inf, size, 0.0))
