@@ -170,14 +170,14 @@ def test_several_products_of_one_array_are_those_of_each():
     np.testing.assert_allclose(d_w, 3 * want_w, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
-@pytest.mark.parametrize("options", [{}, dict(gated=True)], ids=["two", "gated"])
-def test_a_layers_histories_have_its_largest_numbers(impl, options):
-    if options and impl == INTERPRETED:
-        impl = "xla"
-        options = options | dict(chunk_size=4)
+@pytest.mark.parametrize(
+    "options",
+    [dict(impl=INTERPRETED), dict(gated=True), dict(chunk_size=4)],
+    ids=["kernels", "gated", "chunks"],
+)
+def test_a_layers_histories_have_its_largest_numbers(options):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 16)), jnp.bfloat16)
-    layer = layers.FeedForward(32, impl=impl, float8=True, amax_history=2, **options)
+    layer = layers.FeedForward(32, float8=True, amax_history=2, **options)
     params = plain.init(layer, x.shape)
     params[float8.HISTORY] = {name: float8.history(2) for name in params[float8.HISTORY]}
 
@@ -195,6 +195,37 @@ def test_a_layers_histories_have_its_largest_numbers(impl, options):
     else:  # the mean over parts
         halves = (np.abs(np.float32(x[:, i : i + 4])).max() for i in (0, 4))
         np.testing.assert_allclose(found["w1"].value[0, 0], sum(halves) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "length, d_ff, rate",
+    [(9, 40, 0.0), pytest.param(70, 600, 0.3, marks=pytest.mark.slow)],
+)
+def test_the_kernels_that_round_the_hidden_layer_are_the_same_function(length, d_ff, rate):
+    """Also where tiles are not full, with dropout, a bias, and a second step's scales."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.bfloat16)
+    options = dict(hidden_dropout=rate, float8=True, amax_history=2)
+    found = []
+    for impl in (INTERPRETED, "xla"):
+        layer = layers.FeedForward(d_ff, impl=impl, **options)
+        params = plain.init(layer, x.shape)
+        params[float8.HISTORY] = {name: float8.history(2) for name in ("w1", "w2")}
+        dropped = jax.random.key(0) if rate else None
+
+        @jax.jit
+        def gradients(params, x, layer=layer, rng=dropped):
+            def loss(params, x):
+                return jnp.sum(jnp.sin(layer.apply(params, x, rng).astype(jnp.float32)))
+
+            return jax.grad(loss, (0, 1))(params, x)
+
+        first, _ = gradients(params, x)
+        found.append(gradients(params | {float8.HISTORY: first[float8.HISTORY]}, x))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        # The array operations round the hidden layer to bfloat16 first.
+        assert jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
 
 
 @pytest.mark.parametrize("impl", ["xla", INTERPRETED])
