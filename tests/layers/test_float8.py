@@ -204,7 +204,8 @@ def test_a_layers_histories_have_its_largest_numbers(options):
 def test_the_kernels_that_round_the_hidden_layer_are_the_same_function(length, d_ff, rate):
     """Also where tiles are not full, with dropout, a bias, and a second step's scales."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.bfloat16)
+    # In float32, for the array operations round the hidden layer to the dtype of `x` first.
+    x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.float32)
     options = dict(hidden_dropout=rate, float8=True, amax_history=2)
     found = []
     for impl in (INTERPRETED, "xla"):
@@ -223,9 +224,8 @@ def test_the_kernels_that_round_the_hidden_layer_are_the_same_function(length, d
         first, _ = gradients(params, x)
         found.append(gradients(params | {float8.HISTORY: first[float8.HISTORY]}, x))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        # The array operations round the hidden layer to bfloat16 first.
-        assert jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
+        # A number between two of FP8's may go to either.
+        assert jnp.linalg.norm(a - b) < 3e-3 * jnp.linalg.norm(b)
 
 
 @pytest.mark.parametrize("impl", ["xla", INTERPRETED])
