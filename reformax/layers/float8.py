@@ -18,6 +18,7 @@ summed over. So arrays are rounded by rows and by columns, in one pass.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.buffers import Buffer
 from reformax.declared import Unsupported
+from reformax.layers.matrices import copies
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, compute_capability
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -206,7 +208,9 @@ def _products(x, matrices, seen):
         quantize(w, E4M3, rows_of(own)[1], rows=False, columns=True)
         for w, own in zip(matrices, seen, strict=True)
     ]
-    return [contract(of_x, w, x.dtype) for w in weights]
+    return [
+        contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
+    ]
 
 
 def _forward(x, matrices, seen):
@@ -215,7 +219,9 @@ def _forward(x, matrices, seen):
         quantize(w, E4M3, rows_of(own)[1], columns=True)
         for w, own in zip(matrices, seen, strict=True)
     ]
-    outs = [contract(of_x, w, x.dtype) for w in weights]
+    outs = [
+        contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
+    ]
     like = [jnp.zeros(0, w.dtype) for w in matrices]
     kept = [w._replace(columns=None) for w in weights]
     return outs, (of_x._replace(rows=None), kept, like, seen)
@@ -229,12 +235,27 @@ def _backward(residuals, d_outs):
     ]
     dtype = d_outs[0].dtype
     parts = [contract(d, w, dtype, of_rows=True) for d, w in zip(gradients, weights, strict=True)]
-    d_matrices = [of_weights(of_x, d, w.dtype) for d, w in zip(gradients, like, strict=True)]
+    d_matrices = [
+        of_weights(copy, d, w.dtype)
+        for copy, d, w in zip(_apart(of_x, weights), gradients, like, strict=True)
+    ]
     changes = [
         None if own is None else change(own, of_x, w, d)
         for own, w, d in zip(seen, weights, gradients, strict=True)
     ]
-    return sum(parts[1:], parts[0]), tuple(d_matrices), tuple(changes)
+    # In this order XLA has each product add to the sum of those before.
+    d_x = functools.reduce(lambda total, part: part + total, parts)
+    return d_x, tuple(d_matrices), tuple(changes)
+
+
+def _apart(x: Quantized, weights: Sequence[Any]) -> list[Quantized]:
+    """`x` for each of the matrices, as `matrices.products` keeps their products apart."""
+    if jax.default_backend() != "gpu":
+        return [x] * len(weights)
+    rows, columns = (
+        [None] * len(weights) if y is None else copies(y, len(weights)) for y in (x.rows, x.columns)
+    )
+    return [x._replace(rows=y, columns=z) for y, z in zip(rows, columns, strict=True)]
 
 
 _products.defvjp(_forward, _backward)
