@@ -50,6 +50,7 @@ platform_name: "CUDA"
 device_description_str: "{self.name}"
 dnn_version_info {{ major: 9 minor: 12 }}
 gpu_device_info {{
+  runtime_version: "{CUDA}"
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {self.n_cores}
   fpus_per_core: {64 if self.capability == "8.0" else 128}
@@ -72,6 +73,7 @@ gpu_device_info {{
 """
 
 
+CUDA = "12.9.0"  # without a version XLA takes no library's products of FP8 numbers
 _LARGE, _SMALL = 227 * 1024, 99 * 1024
 # One of each capability that our kernels run on, by the name of the flag.
 GPUS = {

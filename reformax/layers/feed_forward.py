@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
+from reformax.buffers import in_parts
 from reformax.declared import Count, NonNegative, Positive, Rate, SettingError, Size, check_fields
+from reformax.layers import float8
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
-from reformax.layers.float8 import product
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (
     IN_KERNELS,
@@ -81,6 +83,8 @@ class FeedForward(Layer):
         takes the kernel on one such GPU for bfloat16 and float16.
       init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
       float8: whether the products multiply FP8 numbers in training (`layers.float8`).
+      amax_history: with `float8`, the steps whose largest numbers FP8's scales come from; 0: scales
+        are those of the arrays themselves. The weights then have `amax_history`, a buffer a matrix.
       gated: whether a third product multiplies the hidden layer, as above.
       bias: whether the products have biases.
       output_norm: the norm of the output, which precedes its dropout, as of Gemma 2; None: none.
@@ -97,6 +101,7 @@ class FeedForward(Layer):
     impl: str = "auto"
     init_std: Positive | None = None
     float8: bool = False
+    amax_history: Count = 0
     gated: bool = False
     bias: bool = True
     output_norm: NormName | None = None
@@ -138,6 +143,9 @@ class FeedForward(Layer):
             params |= {f"b{i}": jnp.zeros(shape[1]) for i, shape in sizes.items()}
         if self._norm is not None:
             params["output_norm"] = self._norm.init_params(None, (d_model,))
+        if self.float8 and self.amax_history:
+            seen = {f"w{i}": float8.history(self.amax_history) for i in sizes}
+            params[float8.HISTORY] = seen
         return params
 
     def cast(self, params, dtype: str):
@@ -155,7 +163,8 @@ class FeedForward(Layer):
         With `gated`, `w1` and `b1` have those of the third product after them.
         """
         kept = {"output_norm": params["output_norm"]} if self._norm else {}
-        cast = {name: w.astype(dtype) for name, w in params.items() if name not in kept} | kept
+        left_out = {*kept, float8.HISTORY}
+        cast = {name: w.astype(dtype) for name, w in params.items() if name not in left_out} | kept
         if self.gated:
             cast |= {
                 f"{x}1": jnp.concatenate([cast[f"{x}1"], cast.pop(f"{x}3")], axis=-1)
@@ -207,11 +216,13 @@ class FeedForward(Layer):
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; float32 between them is never stored.
-        multiply = product if self._float8 else jnp.matmul
+        chosen = "xla" if self.gated else self._implementation(x)
         if self.gated:
-            out = self._through_gate(params, x, start, hidden_rng)
+            out = self._through_gate(params, self._first(params, x), start, hidden_rng)
+        elif chosen == "xla":
+            out = self._activated(params, self._first(params, x)[0], start, hidden_rng)
         else:
-            out = self._activated(params, multiply(x, params["w1"]), start, hidden_rng)
+            out = self._in_kernels(params, x, start, hidden_rng, chosen == INTERPRETED)
         if self.bias:
             # In the dtype of the product, a bias is added in its kernel on a GPU.
             out = out + params["b2"][None, None].astype(x.dtype)
@@ -219,46 +230,77 @@ class FeedForward(Layer):
             out = self._norm.apply(params["output_norm"], out)
         return dropout(out, rate_in(self.mode, self.dropout), output_rng, start=start)
 
-    def _through_gate(self, params, x: Float[Array, "B C D"], start, rng) -> Float[Array, "B C D"]:
-        """All three products of a gated layer, without the last one's bias."""
-        matrices = params["w1"], params["w3"]
-        both = [product(x, w) for w in matrices] if self._float8 else products(x, matrices)
+    def _first(self, params, x: Float[Array, "B C D"]) -> list[Float[Array, "B C F"]]:
+        """The products of the input: one, or two of a gated layer."""
+        names = ["w1", "w3"] if self.gated else ["w1"]
+        if self._float8:
+            return float8.named_products(params, x, {name: params[name] for name in names})
+        return products(x, [params[name] for name in names])
+
+    def _last(self, params, hidden: Float[Array, "B C F"]) -> Float[Array, "B C D"]:
+        """The product of the hidden layer."""
+        if self._float8:
+            return float8.named_products(params, hidden, {"w2": params["w2"]})[0]
+        return _narrow(hidden, params["w2"])
+
+    def _through_gate(
+        self, params, both: list[Float[Array, "B C F"]], start, rng
+    ) -> Float[Array, "B C D"]:
+        """What follows the first two products of a gated layer, without the last one's bias."""
         biases = [params[f"b{i}"][None, None] for i in (1, 3)] if self.bias else []
         # The gradient reads both products and not what is float32 between them.
         hidden = jax.checkpoint(self._gated, prevent_cse=False)(*both, *biases)
         hidden = dropout(hidden, rate_in(self.mode, self.hidden_dropout), rng, start=start)
-        return (product if self._float8 else _narrow)(hidden, params["w2"])
+        return self._last(params, hidden)
+
+    def _implementation(self, x: Float[Array, "B C D"]) -> str:
+        """That of the hidden layer: "xla", "pallas" or `INTERPRETED`."""
+        size = math.prod(x.shape[:2]) * self.d_ff
+        pays = x.dtype in (jnp.bfloat16, jnp.float16) and self.activation in IN_KERNELS
+        of_float64 = f"inputs of {x.dtype}" if x.dtype == jnp.float64 else None
+        pays = pays and LEAST_SIZE <= size < MOST
+        return choose_impl(self.impl, pays, pallas=of_float64) if size else "xla"
 
     def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
         """Bias, activation, dropout and the second product, from the output of the first."""
         rate = rate_in(self.mode, self.hidden_dropout)
-        narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
-        pays = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
-        of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
-        chosen = choose_impl(self.impl, pays, pallas=of_float64) if pre.size else "xla"
-        if chosen == "xla":
-            x = pre.astype(accum_dtype(pre.dtype))
-            hidden = self.activation(x + params["b1"][None, None] if self.bias else x)
-            hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
-            return (product if self._float8 else _narrow)(hidden, params["w2"])
+        x = pre.astype(accum_dtype(pre.dtype))
+        hidden = self.activation(x + params["b1"][None, None] if self.bias else x)
+        hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
+        return self._last(params, hidden)
+
+    def _in_kernels(
+        self, params, x: Float[Array, "B C D"], start, rng, interpret: bool
+    ) -> Float[Array, "B C D"]:
+        """Both products and what is between them. With delayed scales all of it is one function."""
         from reformax.layers.kernels import feed_forward as kernel
+        from reformax.layers.kernels import feed_forward_float8 as kernel_float8
 
+        rate = rate_in(self.mode, self.hidden_dropout)
         options = kernel.FeedForwardOptions(
-            self.activation, pre.shape[1], rate, self._float8, chosen == INTERPRETED
+            self.activation, x.shape[1], rate, self._float8, interpret
         )
+        delayed = self._float8 and float8.HISTORY in params
 
-        def project(first, pre, b1, w2, start, rng):
-            seed = seed_words(rng, len(pre)) if rate else None
-            rows = pre.reshape(-1, pre.shape[-1])
-            out = kernel.project(
-                options, kernel.FeedForwardInputs(rows, b1, seed, start + first), w2
-            )
-            return out.reshape(*pre.shape[:-1], -1)
+        def project(first, x, b1, weights, start, rng):
+            seed = seed_words(rng, len(x)) if rate else None
+            rows = x.reshape(-1, x.shape[-1])
+            inputs = kernel.FeedForwardInputs(None, b1, seed, start + first)
+            if delayed:
+                out = kernel_float8.apply(options, rows, inputs, kernel_float8.Weights(*weights))
+            else:
+                out = kernel.project(options, inputs._replace(pre=rows), *weights)
+            return out.reshape(*x.shape[:-1], -1)
 
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
         rng = check_rng(rng, rate) if rate else None
-        bias = params["b1"] if self.bias else jnp.zeros(pre.shape[-1])
-        return devices.by_positions(project, (pre,), (bias, params["w2"], start, rng))
+        bias = params["b1"] if self.bias else jnp.zeros(self.d_ff)
+        if delayed:
+            seen = params[float8.HISTORY]
+            weights = params["w1"], params["w2"], seen["w1"].value, seen["w2"].value
+        else:
+            (x,), weights = self._first(params, x), (params["w2"],)
+        return devices.by_positions(project, (x,), (bias, weights, start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         self._check(params, x)
@@ -273,6 +315,7 @@ class FeedForward(Layer):
         n_chunks = -(-length // size)
         padded = jnp.pad(x, ((0, 0), (0, n_chunks * size - length), (0, 0)))
         chunks = jnp.moveaxis(padded.reshape(x.shape[0], n_chunks, size, -1), 1, 0)
+        params = in_parts(params, n_chunks)
 
         @jax.checkpoint
         def one_chunk(start_and_x):

@@ -6,44 +6,154 @@ number near the end of the range, and rounded. Scales are powers of two, so that
 nothing. Only numbers far below the largest one, by 2^-13 in e4m3 and 2^-28 in e5m2, lose more than
 the format's fraction. A number that is not finite is NaN, in the products that read it.
 
+The largest number is the array's own, which takes a pass over the array before it is rounded. Or a
+scale is *delayed* (section 3.2; NVIDIA's Transformer Engine): it is that of the largest number of
+the last steps, and the pass that rounds also finds the step's own, for the steps to come. Delayed
+scales leave a bit more at the end of the range; numbers beyond it become its end.
+
 XLA multiplies such operands by cuBLASLt's FP8 products, which take the scales; elsewhere they are
-multiplied as what they are after rounding. The gradient of weights is no such product: cuBLASLt
-wants both of its operands transposed, which takes longer than the product saves.
+multiplied as what they are after rounding. cuBLASLt reads both operands along the axis that is
+summed over. So arrays are rounded by rows and by columns, in one pass.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float
 
+from reformax import devices
+from reformax.buffers import Buffer
 from reformax.declared import Unsupported
-from reformax.ops.calls.dispatch import compute_capability
+from reformax.layers.matrices import copies
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, compute_capability
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # The scaled maximum is below 2^TOP, and so is every number that rounds to it.
 TOP = {E4M3: 8, E5M2: 15}
+# The exponents that numbers of an array are supposed to stay below before any was seen. Activations
+# and weights are mostly below 16, gradients of a mean over tokens below 1/2.
+UNSEEN = {E4M3: 4, E5M2: -1}
+# The sizes for which the kernel is taken: below XLA fuses the rounding, above nothing was tested.
+LEAST_SIZE, MOST = 2**20, 2**31
+# The rows of a history; and its name among a layer's weights, which has one for each matrix.
+OPERANDS, HISTORY = 3, "amax_history"
+
+
+def history(n_steps: int) -> Buffer:
+    """The weight that delayed scales come from, before the first step.
+
+    Its value `[3, n_steps]` has the largest magnitudes of `x`, `w` and the output's gradient in
+    each of the last steps, newest first; 0: there was none.
+    """
+    return Buffer(jnp.zeros((OPERANDS, n_steps)))
 
 
 class Quantized(NamedTuple):
-    """Numbers `values / scale`, of which `values` are FP8 and `scale` is a power of two."""
+    """Numbers `rows / scale`, of which `rows` are FP8 and `scale` is a power of two.
 
-    values: Float[Array, "*d"]
+    `columns` are the same numbers, whose last axis comes first. Either may be None. `largest` is
+    the largest finite magnitude before rounding.
+    """
+
+    rows: Float[Array, "*d C"] | None
+    columns: Float[Array, "C ..."] | None
     scale: Float[Array, ""]
+    largest: Float[Array, ""]
 
 
-def quantize(x: Float[Array, "*d"], dtype: Any) -> Quantized:
-    """`x` rounded to FP8, and the scale of `x`."""
-    finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    largest = jnp.max(finite, initial=0).astype(jnp.float32)
+def quantize(
+    x: Float[Array, "*d C"],
+    dtype: Any,
+    seen: Float[Array, " S"] | None = None,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    impl: str = "auto",
+) -> Quantized:
+    """`x` rounded to FP8.
+
+    Args:
+      x: the array; of three axes, it is activations `[B, T, C]` on the mesh in use.
+      dtype: `E4M3` or `E5M2`.
+      seen: the row of a `history` that the scale comes from; None: the scale is that of `x`.
+      rows, columns: which of the two are returned.
+      impl: "xla", "pallas" or `INTERPRETED`; "auto" takes the kernel on a GPU for large arrays.
+    """
+    pays = LEAST_SIZE <= x.size < MOST
+    chosen = choose_impl(impl, pays, pallas=None) if x.size else "xla"
+    scale = _scale(_largest(x), TOP[dtype]) if seen is None else delayed_scale(seen, dtype)
+    if chosen == "xla":
+        return _quantize_arrays(x, scale, dtype, rows, columns)
+    found = _quantize_by_kernel(x, scale, dtype, rows, columns, chosen == INTERPRETED)
+    return Quantized(*found[:2], scale, found[2])
+
+
+def delayed_scale(seen: Float[Array, " S"], dtype: Any) -> Float[Array, ""]:
+    """The scale that a row of a history gives."""
+    before = jnp.max(seen)
+    before = jnp.where(before > 0, before, math.ldexp(0.5, UNSEEN[dtype]))
+    return _scale(before, TOP[dtype] - 1)
+
+
+def _largest(x: Float[Array, "*d"]) -> Float[Array, ""]:
+    """The largest finite magnitude, on all devices."""
+    found = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
+    return over_shards(found)
+
+
+def over_shards(largest: Float[Array, ""]) -> Float[Array, ""]:
+    """The largest number of all shards, within one."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return lax.pmax(largest, axes) if axes else largest
+
+
+def _scale(largest: Float[Array, ""], top: int) -> Float[Array, ""]:
+    """The power of two that brings `largest` below 2^top."""
     # The largest number is below 2^exponent. The product of two scales must have an inverse.
     _, exponent = jnp.frexp(largest)
-    scale = jnp.ldexp(jnp.float32(1), jnp.clip(TOP[dtype] - exponent, -126, 60))
+    return jnp.ldexp(jnp.float32(1), jnp.clip(top - exponent, -126, 60))
+
+
+def _quantize_arrays(x, scale, dtype, rows: bool, columns: bool) -> Quantized:
+    end = float(jnp.finfo(dtype).max)
     scaled = x.astype(_scaled_in(x.dtype))
-    return Quantized((scaled * scale.astype(scaled.dtype)).astype(dtype), scale)
+    scaled = jnp.clip(scaled * scale.astype(scaled.dtype), -end, end)
+    # Infinity less itself is NaN. This keeps XLA's rounding by rows and columns in one fusion.
+    values = (scaled + (x - x).astype(scaled.dtype)).astype(dtype)
+    turned = jnp.moveaxis(values, -1, 0) if columns else None
+    return Quantized(values if rows else None, turned, scale, _largest(x))
+
+
+def _quantize_by_kernel(x, scale, dtype, rows: bool, columns: bool, interpret: bool) -> tuple:
+    """Rows, columns and the largest number; each device rounds what it has."""
+    from reformax.layers.kernels import rounding as kernel
+
+    options = kernel.RoundingOptions(dtype, rows, columns, interpret)
+
+    def of_shard(x, scale):
+        found = kernel.rounded(x.reshape(-1, x.shape[-1]), scale.reshape(1), options)
+        values = None if found.rows is None else found.rows.reshape(x.shape)
+        turned = found.columns
+        if turned is not None:
+            turned = turned.reshape(x.shape[-1], *x.shape[:-1])
+        return values, turned, over_shards(jnp.max(found.largest))
+
+    if devices.current() is None:
+        return of_shard(x, scale)
+    axes: tuple = ()
+    if x.ndim == 3:
+        axes = devices.ROWS, devices.CONTEXT
+        axes = axes if x.shape[1] % devices.n_sequence_shards() == 0 else axes[:1]
+    specs = Spec(*axes) if rows else None, Spec(None, *axes) if columns else None, Spec()
+    return devices.per_shard(of_shard, (Spec(*axes), Spec()), specs)(x, scale)
 
 
 def _scaled_in(dtype: Any) -> Any:
@@ -51,50 +161,144 @@ def _scaled_in(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.bfloat16)
 
 
-@jax.custom_vjp
-def product(x: Float[Array, "*d K"], w: Float[Array, "K N"]) -> Float[Array, "*d N"]:
-    """`x @ w` in the dtype of `x`, from both rounded to e4m3.
+def product(
+    x: Float[Array, "*d K"], w: Float[Array, "K N"], seen: Buffer | None = None
+) -> Float[Array, "*d N"]:
+    """`products` with one matrix."""
+    return products(x, [w], None if seen is None else [seen])[0]
 
-    The gradient of `x` multiplies the rounded `w` by that of the output, rounded to e5m2. The
-    gradient of `w` multiplies what was not rounded, and has the dtype of `w`.
+
+def products(
+    x: Float[Array, "*d K"],
+    matrices: Sequence[Float[Array, "K _"]],
+    seen: Sequence[Buffer] | None = None,
+) -> list[Float[Array, "*d _"]]:
+    """`x @ w` for each matrix in the dtype of `x`, from all of them rounded to e4m3.
+
+    The gradients multiply the rounded `x` and `w` by that of the output, rounded to e5m2. The
+    gradient of `w` has the dtype of `w`.
+
+    Args:
+      x: the array, which is rounded once.
+      matrices: the matrices.
+      seen: the `history` of each matrix, for delayed scales. A training step writes its largest
+        numbers to it (`reformax.buffers`); of a batch that is computed in parts, their mean. None:
+        scales are those of the arrays.
 
     Raises:
       NotImplementedError: a GPU that cannot multiply FP8 numbers.
     """
-    return _forward(x, w)[0]
-
-
-def _forward(x, w):
     check_device()
-    narrow = quantize(w, E4M3)
-    out = _contract(quantize(x, E4M3), narrow, (x.ndim - 1, 0), x.dtype)
-    return out, (x, narrow, jnp.zeros(0, w.dtype))
+    values = [None] * len(matrices) if seen is None else [own.value for own in seen]
+    return _products(x, tuple(matrices), tuple(values))
 
 
-def _backward(residuals, d_out):
-    x, w, like_w = residuals
-    rows = tuple(range(x.ndim - 1))
-    d_w = jnp.tensordot(x, d_out, (rows, rows), preferred_element_type=like_w.dtype)
-    return of_input(d_out, w), d_w
+def named_products(
+    params: dict[str, Any], x: Float[Array, "*d K"], matrices: dict[str, Float[Array, "K _"]]
+) -> list[Float[Array, "*d _"]]:
+    """`products` with the histories that a layer's weights have of matrices by their names."""
+    seen = [params[HISTORY][name] for name in matrices] if HISTORY in params else None
+    return products(x, list(matrices.values()), seen)
 
 
-product.defvjp(_forward, _backward)
+@jax.custom_vjp
+def _products(x, matrices, seen):
+    of_x = quantize(x, E4M3, rows_of(seen[0])[0])
+    weights = [
+        quantize(w, E4M3, rows_of(own)[1], rows=False, columns=True)
+        for w, own in zip(matrices, seen, strict=True)
+    ]
+    return [
+        contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
+    ]
 
 
-def of_input(d_out: Float[Array, "*d N"], w: Quantized) -> Float[Array, "*d K"]:
-    """`d_out @ w.T`, the gradient of `x`, from `d_out` rounded to e5m2."""
-    return _contract(quantize(d_out, E5M2), w, (d_out.ndim - 1, 1), d_out.dtype)
+def _forward(x, matrices, seen):
+    of_x = quantize(x, E4M3, rows_of(seen[0])[0], columns=True)
+    weights = [
+        quantize(w, E4M3, rows_of(own)[1], columns=True)
+        for w, own in zip(matrices, seen, strict=True)
+    ]
+    outs = [
+        contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
+    ]
+    like = [jnp.zeros(0, w.dtype) for w in matrices]
+    kept = [w._replace(columns=None) for w in weights]
+    return outs, (of_x._replace(rows=None), kept, like, seen)
 
 
-def _contract(x: Quantized, y: Quantized, axes: tuple[int, int], dtype: Any) -> Array:
-    of_x, of_y = axes
-    values = x.values, y.values
+def _backward(residuals, d_outs):
+    of_x, weights, like, seen = residuals
+    gradients = [
+        quantize(d_out, E5M2, rows_of(own)[2], columns=True)
+        for d_out, own in zip(d_outs, seen, strict=True)
+    ]
+    dtype = d_outs[0].dtype
+    parts = [contract(d, w, dtype, of_rows=True) for d, w in zip(gradients, weights, strict=True)]
+    d_matrices = [
+        of_weights(copy, d, w.dtype)
+        for copy, d, w in zip(_apart(of_x, weights), gradients, like, strict=True)
+    ]
+    changes = [
+        None if own is None else change(own, of_x, w, d)
+        for own, w, d in zip(seen, weights, gradients, strict=True)
+    ]
+    # In this order XLA has each product add to the sum of those before.
+    d_x = functools.reduce(lambda total, part: part + total, parts)
+    return d_x, tuple(d_matrices), tuple(changes)
+
+
+def _apart(x: Quantized, weights: Sequence[Any]) -> list[Quantized]:
+    """`x` for each of the matrices, as `matrices.products` keeps their products apart."""
     if jax.default_backend() != "gpu":
-        values = (z.astype(jnp.float32) for z in values)
+        return [x] * len(weights)
+    rows, columns = (
+        [None] * len(weights) if y is None else copies(y, len(weights)) for y in (x.rows, x.columns)
+    )
+    return [x._replace(rows=y, columns=z) for y, z in zip(rows, columns, strict=True)]
+
+
+_products.defvjp(_forward, _backward)
+
+
+def rows_of(seen: Float[Array, "3 S"] | None) -> Sequence[Float[Array, " S"] | None]:
+    """The rows of a history that the scales of `x`, `w` and the output's gradient come from."""
+    return (None,) * OPERANDS if seen is None else tuple(seen)
+
+
+def change(seen: Float[Array, "3 S"], *operands: Quantized) -> Float[Array, "3 S"]:
+    """The cotangent by which a history gets the largest numbers of the step, in front."""
+    # Below what the sum over devices could overflow.
+    newest = jnp.minimum(jnp.stack([x.largest for x in operands]), 2.0**100)
+    after = jnp.concatenate([newest[:, None], seen[:, :-1]], axis=1)
+    # A step divides changes by the devices, as if each of them had made its own.
+    mesh = devices.current()
+    return (after - seen) * (1 if mesh is None else mesh.size)
+
+
+def contract(x: Quantized, w: Quantized, dtype: Any, of_rows: bool = False) -> Float[Array, "*d _"]:
+    """`x @ w` from rows of `x` and columns of `w`, or with `of_rows`, `x @ w.T` from its rows."""
+    other = w.rows if of_rows else w.columns
+    # Gradients are summed up exactly; the faster sums have some 14 bits.
+    exact = lax.Precision.HIGHEST if of_rows else lax.Precision.DEFAULT
+    axes = (x.rows.ndim - 1,), (1,)
+    return _dot(x.rows, other, axes, x.scale * w.scale, dtype, exact)
+
+
+def of_weights(x: Quantized, d_out: Quantized, dtype: Any) -> Float[Array, "K N"]:
+    """`x.T @ d_out`, summed over all rows, from the columns of both."""
+    axes = (tuple(range(1, x.columns.ndim)),) * 2
+    scale = x.scale * d_out.scale
+    return _dot(x.columns, d_out.columns, axes, scale, dtype, lax.Precision.HIGHEST)
+
+
+def _dot(x: Array, y: Array, axes, scale: Float[Array, ""], dtype: Any, precision: Any) -> Array:
+    if jax.default_backend() != "gpu":
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     # XLA hands the factor behind an FP8 product to cuBLASLt, which scales before it rounds.
-    axes, accum = (((of_x,), (of_y,)), ((), ())), _scaled_in(dtype)
-    out = lax.dot_general(*values, axes, preferred_element_type=accum)
-    return (out * (1 / (x.scale * y.scale)).astype(accum)).astype(dtype)
+    accum = _scaled_in(dtype)
+    out = lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=accum)
+    return (out * (1 / scale).astype(accum)).astype(dtype)
 
 
 def check_device() -> None:

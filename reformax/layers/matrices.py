@@ -49,10 +49,10 @@ def products(
 # Between the passes `x` is kept, and not its copies, which are made again.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _apart(x, matrices):
-    return [copy @ w for copy, w in zip(_copies(x, len(matrices)), matrices, strict=True)]
+    return [copy @ w for copy, w in zip(copies(x, len(matrices)), matrices, strict=True)]
 
 
-def _copies(x: Array, n: int) -> list[Array]:
+def copies(x: Array, n: int) -> list[Array]:
     """`x` `n` times, which the compiler does not know to be one."""
     copies = [x]
     for _ in range(n - 1):

@@ -16,6 +16,7 @@ from reformax.buffers import updated
 from reformax.declared import (
     Bounds,
     Called,
+    Count,
     NonNegative,
     Positive,
     Rate,
@@ -24,10 +25,9 @@ from reformax.declared import (
     Unsupported,
     check_fields,
 )
-from reformax.layers import context, remat
+from reformax.layers import context, float8, remat
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
-from reformax.layers.float8 import product
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
@@ -108,6 +108,8 @@ class MultiHead(Layer):
       output_dropout: the rate on the output.
       init_std: the standard deviation of fresh projections; None: Glorot and Bengio's bounds.
       float8: whether the projections multiply FP8 numbers in training (`layers.float8`).
+      amax_history: with `float8`, the steps whose largest numbers FP8's scales come from; 0: scales
+        are those of the arrays themselves. The weights then have `amax_history`, a buffer a matrix.
       qk_norm: whether queries and keys are normalised before they are rotated, each head by RMSNorm
         with one learnt scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to
         22 Billion Parameters", sec. 2; as in Qwen3); "joint": all heads together, with a scale for
@@ -139,6 +141,7 @@ class MultiHead(Layer):
     output_dropout: Rate = 0.0
     init_std: Positive | None = None
     float8: bool = False
+    amax_history: Count = 0
     qk_norm: QKNorm = False
     norm: NormName = "rms"
     norm_epsilon: NonNegative = 1e-6
@@ -271,6 +274,9 @@ class MultiHead(Layer):
         if self.output_norm:
             params["output_norm"] = self._norm.init_params(None, (d_model,))
         params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
+        if self.float8 and self.amax_history:
+            names = *self.projections(), "o"
+            params[float8.HISTORY] = {x: float8.history(self.amax_history) for x in names}
         return params
 
     def _project_heads(
@@ -290,7 +296,7 @@ class MultiHead(Layer):
         # Of matrices, a bias is added in the product's kernel on a GPU.
         matrices = [jnp.moveaxis(w, 0, 1).reshape(x.shape[2], -1) for w in weights.values()]
         if self._float8:
-            outs = [product(x, w) for w in matrices]
+            outs = float8.named_products(params, x, dict(zip(weights, matrices, strict=True)))
         else:
             outs = products(x, [w.astype(x.dtype) for w in matrices])
         if self.bias:
@@ -402,7 +408,10 @@ class MultiHead(Layer):
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else transposed_on_gpu(w_o)
-        out = product(out, w_o) if self._float8 else out @ w_o.astype(out.dtype)
+        if self._float8:
+            (out,) = float8.named_products(params, out, {"o": w_o})
+        else:
+            out = out @ w_o.astype(out.dtype)
         if self.output_bias:
             out = out + params["b_o"][None, None].astype(out.dtype)
         if self.output_norm:

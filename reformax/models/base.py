@@ -96,6 +96,8 @@ class Model(Layer, TaskModel):
       dtype: of the arithmetic in sublayers and logits; weights and streams are float32. "float8" is
         "bfloat16" but for the projections and feed-forward layers in training, whose products are
         of FP8 numbers (`layers.float8`).
+      amax_history: of "float8": the last steps whose largest numbers set the scales of FP8 products
+        (delayed scales, such as 16); 0: an array's own largest number does, found before rounding.
       mode: "train" or "eval".
     """
 
@@ -121,6 +123,7 @@ class Model(Layer, TaskModel):
     init_std: Positive | None = None
     scan_layers: bool = True
     dtype: Dtype = "float32"
+    amax_history: Count = 0
     mode: Literal["train", "eval"] = "train"
 
     n_inputs = 1  # arrays of tokens that the model reads
@@ -130,6 +133,11 @@ class Model(Layer, TaskModel):
     def __post_init__(self):
         super().__init__(n_in=self.n_inputs)
         check_fields(self)
+        if self.amax_history and self.dtype != "float8":
+            raise SettingError(
+                f"amax_history is {self.amax_history} and dtype is {self.dtype!r}, which has no "
+                "scales: set amax_history=0 or dtype='float8'"
+            )
         names = "attention_bias", "ff_activation", "norm_epsilon", "init_std"
         self.design = self.design.but(**{name: getattr(self, name) for name in names})
         self._dropout_rate = rate_in(self.mode, self.dropout)
@@ -361,6 +369,7 @@ class Model(Layer, TaskModel):
             norm=self.design.norm,
             norm_epsilon=self.design.norm_epsilon,
             float8=self.dtype == "float8",
+            amax_history=self.amax_history,
             mode=self.mode,
         )
 
@@ -383,6 +392,7 @@ class Model(Layer, TaskModel):
             self.mode,
             init_std=self.design.init_std,
             float8=self.dtype == "float8",
+            amax_history=self.amax_history,
             gated=self.design.ff_gated,
             bias=self.design.ff_bias,
             output_norm=None if norm_place == "input" else self.design.norm,

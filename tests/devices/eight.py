@@ -15,10 +15,11 @@ import pytest
 
 import train
 from reformax import devices, memory
+from reformax.buffers import advanced
 from reformax.declared import SettingError
 from reformax.evals.likelihood import LanguageScorer
 from reformax.generation import generate, read, translate
-from reformax.layers import LayerNorm
+from reformax.layers import FeedForward, LayerNorm, float8
 from reformax.models import (
     Reformer,
     ReformerLM,
@@ -296,6 +297,63 @@ def test_kernels_outside_of_attention_are_those_of_one_device(sizes):
     inputs = x, y, targets, weights
     got = jax.jit(devices.on(mesh, run))(params, *jax.device_put(inputs, devices.over_tokens(mesh)))
     assert_trees_close(got, jax.jit(run)(params, *inputs))
+
+
+@pytest.mark.parametrize("sizes", [ALL, CONTEXT])
+@pytest.mark.parametrize("impl", ["xla", INTERPRETED])
+def test_fp8_products_and_their_histories_are_those_of_one_device(monkeypatch, sizes, impl):
+    """Of a projection, which XLA or a kernel on each device rounds, and a feed-forward layer."""
+    mesh, x = on_axes(sizes), jax.random.normal(KEY, (BATCH, LENGTH, 16), jnp.bfloat16)
+    rounding = float8.quantize
+    monkeypatch.setattr(float8, "quantize", partial(rounding, impl=impl))
+    layer = FeedForward(32, impl=impl, float8=True, amax_history=2)
+    params = layer.init_params(KEY, x.shape)
+
+    def loss_of(x, w, seen, params):
+        y = float8.product(x, w, seen)
+        return jnp.sum(jnp.sin(layer.apply(params, y).astype(jnp.float32)))
+
+    @jax.jit
+    def two_steps(x, w, seen, params):
+        for _ in range(2):
+            d_x, d_w, change, found = jax.grad(loss_of, (0, 1, 2, 3))(x, w, seen, params)
+            seen, params = (
+                advanced(tree, changes, mesh.size if devices.current() else 1)
+                for tree, changes in ((seen, change), (params, found))
+            )
+        return d_x, d_w, seen, found, params
+
+    given = x, jax.random.normal(KEY, (16, 16)), float8.history(2), params
+    want = two_steps(*given)
+    jax.clear_caches()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        got = two_steps(jax.device_put(x, devices.over_tokens(mesh)), *given[1:])
+    assert_trees_close(got[2], want[2], tolerance=1e-5)
+    assert_trees_close(got[4][float8.HISTORY], want[4][float8.HISTORY], tolerance=2e-2)
+    for a, b in zip(got[:2], want[:2], strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
+
+
+@pytest.mark.parametrize("sizes", [BOTH, CONTEXT])
+@pytest.mark.parametrize("constructor", [TransformerLM, ReformerLM])
+def test_histories_of_a_step_are_those_of_one_device(sizes, constructor):
+    options = dict(n_layers=2, attention_type=flash.flash(), dropout=0.0)
+    model = constructor(**LM, **options, dtype="float8", amax_history=2)
+    sgd, found = optax.sgd(0.1), []
+    for mesh in (mesh_lib.make(devices=jax.devices()[:1]), on_axes(sizes)):
+        state = step_lib.first_state(model.init_params(KEY, (BATCH, LENGTH)), sgd, ema=False)
+        placement = devices.placement(state, mesh)
+        state = jax.device_put(state, placement)
+        run = step_lib.step_fn(model, sgd, mesh, placement=placement)
+        batch = jax.device_put(batch_of("dense"), devices.over_tokens(mesh))
+        for _ in range(2):
+            state, _ = run(state, batch, KEY)
+        block = jax.device_get(state.params["stack"]["block_0"])
+        found.append([block[x][float8.HISTORY] for x in ("attention", "feed_forward")])
+    for one, many in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.all(one > 0)
+        np.testing.assert_allclose(many, one, rtol=0.1)  # gradients are bfloat16's
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp"])

@@ -120,6 +120,18 @@ class _FeedForwardTile(NamedTuple):
         mask = self._mask(self.rows, self.columns)
         pltriton.store(self._view(ref), value.astype(ref.dtype), mask=mask)
 
+    def store_columns(self, ref, value: Array) -> None:
+        """Writes the tile to the transpose of the matrix."""
+        mask = self._mask(self.rows, self.columns)
+        view = ref.at[self._column[:, None], self._row[None]]
+        turned = None if mask is None else mask.T
+        pltriton.store(view, value.T.astype(ref.dtype), mask=turned)
+
+    def existing(self, value: Array) -> Array:
+        """The tile with zeros behind the end."""
+        mask = self._mask(self.rows, self.columns)
+        return value if mask is None else jnp.where(mask, value, 0.0)
+
     def store_sum(self, ref, value: Array) -> None:
         """Writes the sum over the tile's rows to the tile's row of the output."""
         view = ref.at[pl.program_id(0), self._column]
@@ -198,7 +210,7 @@ def _backward_kernel(
         part.store_sum(sums, d)
 
 
-def _launch(
+def launched(
     kernel,
     inputs: FeedForwardInputs,
     others,
@@ -230,25 +242,41 @@ def project(
     options: FeedForwardOptions, inputs: FeedForwardInputs, w2: Float[Array, "F D"]
 ) -> Float[Array, "R D"]:
     """`hidden @ w2`; its gradient takes the hidden layer from the pass that needs `pre`."""
-    return _project_forward(options, inputs, w2)[0]
+    hidden = forward(first_order(inputs), options)
+    return _project_float8(hidden, w2)[0] if options.float8 else hidden @ w2
+
+
+def _project_float8(hidden, w2):
+    """The product, and the rounded matrix as the backward pass needs it."""
+    float8.check_device()
+    w = float8.quantize(w2, float8.E4M3, columns=True)
+    out = float8.contract(float8.quantize(hidden, float8.E4M3), w, hidden.dtype)
+    return out, w._replace(columns=None)
 
 
 def _project_forward(options, inputs, w2):
     inputs, w2 = first_order((inputs, w2))
-    hidden = forward(inputs, options)
+    hidden, like = forward(inputs, options), jnp.zeros(0, w2.dtype)
     if options.float8:
-        return float8.product(hidden, w2), (inputs, w2)
-    return hidden @ w2, (inputs, w2)
+        out, w2 = _project_float8(hidden, w2)
+        return out, (inputs, w2, like)
+    return hidden @ w2, (inputs, w2, like)
 
 
 def _project_backward(options, residuals, d_out):
-    (inputs, w2), d_out = first_order((residuals, d_out))
+    (inputs, w2, like), d_out = first_order((residuals, d_out))
     if options.float8:
-        d_hidden = float8.of_input(d_out, float8.quantize(w2, float8.E4M3))
+        d = float8.quantize(d_out, float8.E5M2, columns=True)
+        d_hidden = float8.contract(d, w2, d_out.dtype, of_rows=True)
     else:
         d_hidden = d_out @ w2.T
     hidden, d_pre, d_bias = backward(inputs, d_hidden, options)
-    return FeedForwardInputs(d_pre, d_bias, None, None), (hidden.T @ d_out).astype(w2.dtype)
+    if options.float8:
+        x = float8.quantize(hidden, float8.E4M3, rows=False, columns=True)
+        d_w2 = float8.of_weights(x, d, like.dtype)
+    else:
+        d_w2 = (hidden.T @ d_out).astype(like.dtype)
+    return FeedForwardInputs(d_pre, d_bias, None, None), d_w2
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -257,7 +285,7 @@ project.defvjp(_project_forward, _project_backward)
 def forward(inputs: FeedForwardInputs, options: FeedForwardOptions) -> Float[Array, "R F"]:
     """The hidden layer, in the dtype of `pre`."""
     shape = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)
-    return _launch(_forward_kernel, inputs, (), shape, FORWARD, options)
+    return launched(_forward_kernel, inputs, (), shape, FORWARD, options)
 
 
 def backward(
@@ -270,7 +298,7 @@ def backward(
     shapes = like, like, parts
     # `hidden` overwrites `pre`, the first input, and `d_pre` overwrites `d_hidden`, the last.
     aliases = {0: 0, len(jax.tree.leaves(inputs)): 1}
-    hidden, d_pre, sums = _launch(
+    hidden, d_pre, sums = launched(
         _backward_kernel, inputs, (d_hidden,), shapes, BACKWARD, options, aliases
     )
     return hidden, d_pre, jnp.sum(sums, axis=0).astype(inputs.bias.dtype)
