@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array
@@ -12,9 +12,6 @@ from jaxtyping import Array
 from reformax.layers import remat
 from reformax.layers.multi_head import QKV, MultiHead
 from reformax.ops.masking.masks import tokens_of
-
-if TYPE_CHECKING:
-    from reformax.layers.reversible import ReversibleStack
 
 
 class KeptOfAttention(NamedTuple):
@@ -27,7 +24,7 @@ class KeptOfAttention(NamedTuple):
 class AttentionSublayer(NamedTuple):
     """An attention sublayer as a function of (params, input), with its other inputs."""
 
-    stack: ReversibleStack
+    stack: Any  # the `ReversibleStack` that has it
     name: str
     layer: MultiHead
     memory: tuple[Array, ...]  # one array, or none

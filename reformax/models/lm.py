@@ -113,7 +113,7 @@ class LanguageModel(Backbone):
             if not block.attention.op.packed:
                 raise Unsupported(
                     f"op is {block.attention.op} and rows are packed, as with document_mask=True: "
-                    "leave that out, or use an op whose packed is True"
+                    "leave that out, or use an op whose packed is True, such as flash.flash()"
                 )
         tokens, segment_ids = inputs
         check_tokens("tokens", tokens, segment_ids)

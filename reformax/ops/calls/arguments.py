@@ -137,7 +137,7 @@ def _check_shapes(op, q, k, v) -> None:
     if q.shape[1] != keys.shape[1] and not op.cross:
         raise Unsupported(
             f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
-            "one sequence: use an op whose cross is True"
+            "one sequence: use an op whose cross is True, such as dense.dense()"
         )
 
 
@@ -348,7 +348,9 @@ def _of_init(op, dims) -> tuple[dict[str, tuple[int, ...]], Any]:
 
 def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
     if not op.bias:
-        raise Unsupported(f"bias is given, but {op.name} adds none: use an op whose bias is True")
+        raise Unsupported(
+            f"bias is given, but {op.name} adds none: use one that does, such as flash.flash()"
+        )
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(
             f"bias has dtype {bias.dtype}: expected floats to add; turn a mask into "
