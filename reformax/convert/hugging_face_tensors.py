@@ -6,6 +6,7 @@ model has follows from its design; a family may join some of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from reformax.convert import tables
 from reformax.convert.hugging_face_decoder import recurrent_sizes
 from reformax.convert.hugging_face_families import Family
+from reformax.convert.hugging_face_files import StoredTensor
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, renamed
 from reformax.layers.layer_norm import norm_places
@@ -24,6 +26,11 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Parts of models of other media, what predicts several tokens, and constants of older versions.
 _NOT_READ = ("visual.", "vision_tower.", "multi_modal_projector.", "mtp.")
 _CONSTANT = ".rotary_emb.inv_freq"
+# What files of OLMo Hybrid call the norms.
+_RENAMED = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
 # A sublayer's norms of its input and of its output, by the place of norms.
 _NORMS = {
     "input": (("input_layernorm", "post_attention_layernorm"), (None, None)),
@@ -204,6 +211,28 @@ def _shared_scales(spec: Spec, params: Any) -> Any:
     return params | {"stack": stack}
 
 
+def _with_whole_convs(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors with one convolution of queries, keys and values, where a file has three.
+
+    transformers cuts it into three of one size, wherever the values begin.
+    """
+    found = dict(tensors)
+    for name in tensors:
+        before, middle, after = name.partition(".q_conv1d.")
+        names = [f"{before}.{x}_conv1d.{after}" for x in "qkv"]
+        parts = [tensors[x] for x in names if x in tensors]
+        if not middle or len(parts) < 3 or len({tuple(x.shape[1:]) for x in parts}) > 1:
+            continue
+        for x in names:
+            del found[x]
+        shape = (sum(x.shape[0] for x in parts), *parts[0].shape[1:])
+        load = functools.partial(np.concatenate, parts)
+        whole_file = any(getattr(x, "whole_file", False) for x in parts)
+        whole = StoredTensor(shape, parts[0].dtype, load, whole_file)
+        found[f"{before}.conv1d.{after}"] = whole
+    return found
+
+
 def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:
     """The tensors by the names of `table`: those of the text, without copies and constants."""
 
@@ -211,7 +240,7 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
         parts = name.split(".")
         while len(parts) > 1 and parts[0] in ("language_model", "model"):
             del parts[0]
-        name = ".".join(parts)
+        name = ".".join(_RENAMED.get(part, part) for part in parts)
         return name if name.startswith("lm_head.") else f"model.{name}"
 
     kept = {
@@ -219,7 +248,7 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
         for name, x in tensors.items()
         if not name.startswith(_NOT_READ) and not name.endswith(_CONSTANT)
     }
-    named = renamed(kept, full, where)
+    named = _with_whole_convs(renamed(kept, full, where))
     if spec.arguments["tie_embeddings"]:
         copy, of = named.pop(HEAD, None), named.get(EMBEDDING)
         if copy is not None and of is not None and not tables.equal(copy, of):
