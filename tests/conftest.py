@@ -1,7 +1,6 @@
 """Settings that every test shares."""
 
 import atexit
-import functools
 import gc
 import os
 import shutil
@@ -108,12 +107,8 @@ def no_programs_of_others():
     """What a module has traced and compiled goes with it.
 
     JAX would keep it all: gigabytes, which each garbage collection of later tests looks through.
-    Its programs are of one context of MLIR, where JAX makes one for each, in five milliseconds.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        if mlir := sys.modules.get("jax._src.interpreters.mlir"):
-            patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
-        yield
+    yield
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
         gc.collect()

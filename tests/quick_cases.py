@@ -182,7 +182,6 @@ QUICK = {
             "linear-n_qk_heads",
             "linformer-n_kv_heads",
             "longformer-n_qk_heads",
-            "moba-n_qk_heads",
             "shared_qk-n_kv_heads",
             "lsh-n_qk_heads",
         ],
@@ -211,6 +210,10 @@ QUICK = {
         "test_a_memory_and_its_reader_are_masked_apart": [
             "ResidualStack-stream",
             "ReversibleStack-memory",
+        ],
+        "test_the_kernel_of_a_norm_lowers_for_a_gpu": [
+            "1000-None-LayerNorm",
+            "512-bfloat16-RMSNorm",
         ],
     },
     "layers/test_reuse.py": {
@@ -375,7 +378,7 @@ QUICK = {
         "test_outputs_and_gradients": ["True-segment_ids1-dilation1-4-True-0.3-xla"],
     },
     "ops/test_grouped.py": {
-        "test_a_head_of_keys_serves_a_group": ["flash", "linear"],
+        "test_a_head_of_keys_serves_a_group": ["flash"],
         "test_decoding": ["flash"],
     },
     "ops/test_head_shards.py": {"test_some_heads_are_those_of_the_whole": ["lsh"]},
@@ -393,6 +396,7 @@ QUICK = {
         "test_the_gated_output": ["False-retention"],
         "test_kernels_compute_the_same": [],  # `test_recurrence_kernel.py` has gradients too
         "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
+        "test_sums_that_float16_does_not_hold": ["packed, causal", "with its state"],
     },
     "ops/test_logits.py": {
         "test_a_learnt_factor_is_one_of_each_head": ["flash-xla"],
@@ -452,7 +456,7 @@ QUICK = {
         "test_at_padding_and_in_another_example": ["linformer"],
         "test_behind_a_prompt": ["lsh"],
         "test_behind_causality": ["flash"],
-        "test_in_another_segment": ["linear", "longformer"],
+        "test_in_another_segment": ["linear"],
     },
     "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
     "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},
@@ -673,5 +677,8 @@ QUICK = {
     },
     "ops/test_top_k.py": {
         "test_it_chooses_what_a_stable_sort_does": ["16-False-512"],
+    },
+    "training/test_training_data.py": {
+        "test_a_changed_text_stops_a_run_and_its_evaluation": ["replaced", "one bit", "cut"],
     },
 }

@@ -7,13 +7,13 @@ import re
 import sys
 from pathlib import Path
 
-import jax
 import matplotlib
 import numpy as np
 import pytest
 
 from benchmarks.harness import attention_table as measured
 from reformax.training import by_position
+from tests.layers import plain
 from tests.training import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,7 +225,7 @@ def scored(tmp_path):
     task = tiny.counting(n_valid=300)
     for name, seed, length in (("one", 1, 256), ("two", 2, 256), ("short", 2, 128)):
         model = tiny.TinyLM(mode="eval")
-        params = model.init_params(jax.random.PRNGKey(seed), (1, 1))
+        params = plain.init(model, (1, 1), seed=seed)
         bands = by_position.by_position(model, params, task, batch_size=1, length=length)
         found = by_position.as_json(bands, "bits_per_dim")
         (tmp_path / name).mkdir()

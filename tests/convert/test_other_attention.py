@@ -263,7 +263,7 @@ def test_a_window_that_would_rotate_otherwise_is_refused(options):
 
 def test_what_a_dense_layer_does_to_logits_is_kept_or_refused():
     spec = Spec.make("TransformerLM", [Op("flash", {"soft_cap": 2.0})], **SIZES, n_layers=1)
-    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    params = plain.init(spec.build(), (1, 8))
     new, changed = other_attention.replaced(spec, params, other_attention.op_of("moba"), [0])
     assert new.attention[0].options == {"soft_cap": 2.0}
     np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)

@@ -1,6 +1,7 @@
 """Trax's gin files and run folders: read as data, by a table of Trax's names."""
 
 import inspect
+import shutil
 import sys
 
 import pytest
@@ -106,6 +107,11 @@ def answer(monkeypatch, capsys, tmp_path):
 def spec_of(folder, text, vocab_size=None):
     (folder / "config.gin").write_text(text)
     return trax_gin.read(folder / "config.gin", vocab_size)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    return trax_run(tmp_path_factory.mktemp("left") / "trax", LEFT)
 
 
 def trax_run(folder, text, vocab_size=20):
@@ -224,8 +230,8 @@ def test_without_trax_it_converts_and_names_the_extra(answer, tmp_path, monkeypa
         ("include 'other.gin'", "includes 'other.gin', which is not read"),
     ],
 )
-def test_what_has_no_counterpart_is_named(line, message, answer, tmp_path):
-    trax_run(tmp_path / "trax", LEFT)
+def test_what_has_no_counterpart_is_named(line, message, answer, left, tmp_path):
+    shutil.copytree(left, tmp_path / "trax")
     with (tmp_path / "trax/config.gin").open("a") as file:
         file.write(line + "\n")
     code, said = answer(command.main, "--from=trax", "--to=here")

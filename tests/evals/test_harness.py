@@ -13,6 +13,7 @@ import evaluate
 from reformax.cli import lm_eval as command
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
+from tests.layers import plain
 from tests.training.scripts import call
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'reformax[evals]'")
@@ -60,7 +61,7 @@ def folder(tmp_path_factory):
     """The run `run`, documents, and a task for each kind of request."""
     folder = tmp_path_factory.mktemp("harness")
     spec = Spec.make("TransformerLM", [Op("dense", {})], **SIZES)
-    params = spec.build().init_params(jax.random.key(3), (1, 8))
+    params = plain.init(spec.build(), (1, 8), seed=3)
     run_folder.write(folder / "run", spec, params, {}, "a test")
     docs = [dict(doc) for doc in DOCS]
     docs[0]["text"] = continued(spec, params, DOCS[0]["question"], 8)

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import pytest
 
 from reformax.data.questions import HELD_OUT, KINDS, Hay, checksum
@@ -10,6 +9,7 @@ from reformax.evals import in_context, likelihood
 from reformax.evals.likelihood import LanguageScorer, Likelihood
 from reformax.models import lm
 from reformax.ops import local
+from tests.layers import plain
 
 
 def encode(text):
@@ -107,7 +107,7 @@ def test_an_answer_in_several_places_has_no_depth():
 def scorer_of(max_length):
     sizes = dict(d_model=8, d_ff=8, n_heads=1, n_layers=1)
     model = lm.TransformerLM(256, attention_type=local.local(chunk_len=64), mode="eval", **sizes)
-    return LanguageScorer(model, model.init_params(jax.random.key(0), (1, 8)), max_length)
+    return LanguageScorer(model, plain.init(model, (1, 8)), max_length)
 
 
 def test_all_kinds_of_a_length_are_of_one_program():

@@ -12,6 +12,7 @@ from reformax.cli import lm_eval as command
 from reformax.convert import hugging_face, run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.data import pieces
+from tests.layers import plain
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'reformax[evals]'")
 
@@ -47,7 +48,7 @@ def folder(tmp_path_factory):
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     spec = Spec.make("TransformerLM", [Op("flash", {})], vocab_size=SIZE, **SIZES, **GPT2)
-    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    params = plain.init(spec.build(), (1, 8))
     params = jax.tree.map(
         lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
     )

@@ -4,7 +4,6 @@ import json
 import re
 
 import gin
-import jax
 import pytest
 
 import evaluate
@@ -12,6 +11,7 @@ import train
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.evals import in_context
+from tests.layers import plain
 from tests.training import worker
 from tests.training.scripts import call
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     sizes = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=2, n_layers=1)
     axial = dict(pos_type="axial", pos_axial_shape=(8, 32), pos_d_axial_embs=(8, 8))
     spec = Spec.make("TransformerLM", [Op("dense", {})], **sizes, **axial)
-    params = spec.build().init_params(jax.random.key(3), (1, 8))
+    params = plain.init(spec.build(), (1, 8), seed=3)
     run_folder.write(folder / "run", spec, params, {}, "a test")
     return folder
 

@@ -241,7 +241,7 @@ def test_the_grid():
 
 def lowered_gradient(n_layers, exact, length=4096, d_model=128):
     """The lowered gradient of a stack, which is never run."""
-    cycle = plain.blocks([lsh.lsh(chunk_len=64, n_hashes=2)], d_head=d_model // 2, d_ff=4 * d_model)
+    cycle = plain.blocks([local.local(chunk_len=64)], d_head=d_model // 2, d_ff=4 * d_model)
     stack = layers.ReversibleStack(cycle, n_layers, exact=exact)
     shape = (1, length, d_model)
     params = jax.eval_shape(lambda: stack.init_params(RNG, shape, shape))

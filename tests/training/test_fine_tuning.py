@@ -277,7 +277,7 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
     sizes = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=2, n_layers=2, init_std=0.02)
     sizes |= dict(d_attention_key=8, d_attention_value=8)
     spec = Spec.make("TransformerLM", [Op("dense", {})], **sizes, **gpt2)
-    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    params = plain.init(spec.build(), (1, 8))
     generation = {"eos_token_id": [7, 9]}
     like = hugging_face.config_of(spec) | {"eos_token_id": 7}
     details = {"format": "hugging_face", "config": like, "generation": generation}
@@ -317,7 +317,7 @@ def test_an_imported_decoder_learns_answers_and_is_given_back(tmp_path, monkeypa
     sizes = dict(vocab_size=256, d_model=16, d_ff=32, n_heads=2, n_kv_heads=1, n_layers=2)
     sizes |= dict(d_attention_key=8, d_attention_value=8, dropout=0.0, ff_dropout=0.0)
     spec = Spec.make("TransformerLM", [Op("flash", {})], **sizes, design=designs.llama())
-    params = spec.build().init_params(jax.random.key(0), (1, 8))
+    params = plain.init(spec.build(), (1, 8))
     hugging_face.write(tmp_path / "llama", spec, params)
     rows = [{"prompt": f"{i} red or blue?", "completion": "blue, red"} for i in range(60)]
     lines = (json.dumps(row) + "\n" for row in rows)

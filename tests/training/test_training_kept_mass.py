@@ -12,6 +12,7 @@ from reformax.models.lm import TransformerLM
 from reformax.ops import local, lsh, shared_qk
 from reformax.training import kept_mass, loop, stages
 from reformax.training.callbacks import Callback
+from tests.layers import plain
 from tests.training import tiny, worker
 
 SIZES = dict(vocab_size=16, d_model=8, d_ff=8, n_heads=2, n_layers=2, dropout=0.1)
@@ -62,7 +63,7 @@ def test_a_run_that_goes_on_has_the_lines_of_one_that_never_stopped(tmp_path):
 @pytest.mark.slow
 def test_the_kept_mass_of_a_split_is_the_mean_of_some_batches(monkeypatch):
     model, task = HASHED(mode="eval"), tiny.counting()
-    params = model.init_params(jax.random.PRNGKey(0), (2, 16))
+    params = plain.init(model, (2, 16))
     monkeypatch.setattr(kept_mass, "_BATCHES", 2)
     found = kept_mass.of_split(model, params, task, "valid", batch_size=2, length=16)
     batches = [b.inputs for b in task.eval_batches("valid", 2, 16, 16)]
@@ -79,7 +80,7 @@ def test_the_kept_mass_of_a_split_is_the_mean_of_some_batches(monkeypatch):
 @pytest.mark.slow
 def test_rows_that_fill_up_a_batch_are_not_measured():
     model, task = HASHED(mode="eval"), tiny.counting()
-    params = model.init_params(jax.random.PRNGKey(0), (2, 16))
+    params = plain.init(model, (2, 16))
     (batch,) = task.eval_batches("valid", 13, 16, 16)
     sizes = dict(batch_size=29, length=16)  # two times 13 rows, and the first 3
     rows = batch.inputs[np.arange(29) % 13]
