@@ -38,7 +38,7 @@ from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard
 
 # Numbers of a chunk of queries whose candidates kernels score: enough queries to fill a GPU.
-SCORED_AT_A_TIME = 2**27
+SCORED_AT_A_TIME = 2**28
 # Queries of a row from which candidates learn, spread evenly.
 LEARNT_FROM = 256
 
