@@ -32,7 +32,7 @@ from reformax.ops.indexing.streaming import best_keys, best_over, best_scores
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.query_chunks import AT_A_TIME, by_chunks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard
@@ -447,7 +447,7 @@ class Indexer(Options):
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
         arrays += () if of_all is None else (of_all,)
-        at_a_time = AT_A_TIME if interpret is None else SCORED_AT_A_TIME
+        at_a_time = None if interpret is None else SCORED_AT_A_TIME
         chosen = by_chunks(of_chunk, n_seen, *arrays, at_a_time=at_a_time)
         return join_chunks(chosen, queries.ids.shape[1])
 
