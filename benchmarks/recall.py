@@ -173,7 +173,7 @@ def of_run(args: argparse.Namespace) -> None:
 def of_candidates(args: argparse.Namespace) -> None:
     """What a run's indexers choose among candidates, against all keys."""
     layers, rng = _layers(args, (dsa.dsa,)), jax.random.key(0)
-    columns = "ms", "of exact's", "recall", "weight", "of exact's", "keys"
+    columns = "ms", "ms / exact", "recall", "weight", "weight / exact", "keys"
     table = Table("candidates", *columns)
     exact: list[float] = []
 

@@ -32,13 +32,13 @@ from reformax.ops.indexing.streaming import best_keys, best_over
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.query_chunks import AT_A_TIME, by_chunks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard
 
 # Numbers of a chunk of queries whose candidates kernels score: enough queries to fill a GPU.
-SCORED_AT_A_TIME = 2**27
+SCORED_AT_A_TIME = 2**28
 # Queries of a row from which candidates learn, spread evenly.
 LEARNT_FROM = 256
 
@@ -465,7 +465,7 @@ class Indexer(Options):
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
         arrays += () if of_all is None else (of_all,)
-        at_a_time = AT_A_TIME if interpret is None else SCORED_AT_A_TIME
+        at_a_time = None if interpret is None else SCORED_AT_A_TIME
         chosen = by_chunks(of_chunk, n_seen, *arrays, at_a_time=at_a_time)
         return join_chunks(chosen, queries.ids.shape[1])
 

@@ -14,7 +14,7 @@ AT_A_TIME = 2**24
 
 
 def by_chunks(
-    function: Callable[..., Any], n_seen: int, *arrays: Array, at_a_time: int = AT_A_TIME
+    function: Callable[..., Any], n_seen: int, *arrays: Array, at_a_time: int | None = None
 ) -> Any:
     """Applies `function` to one chunk of queries after another; the results are `[chunks, ...]`.
 
@@ -22,11 +22,11 @@ def by_chunks(
       function: takes the arrays' chunks, `[B, Q, ...]`.
       n_seen: the numbers in memory for each query of a row.
       arrays: `[B, T, ...]`; B is 1 where all rows are equal. Zeros fill up the last chunk.
-      at_a_time: the numbers in memory of all queries of a chunk. One query of each row may take
-        more.
+      at_a_time: the numbers in memory of all queries of a chunk; None: `AT_A_TIME`. One query of
+        each row may take more.
     """
     n_batch, length = arrays[0].shape[:2]
-    size = max(min(at_a_time // (n_batch * n_seen), length), 1)
+    size = max(min((at_a_time or AT_A_TIME) // (n_batch * n_seen), length), 1)
     chunks = tuple(jnp.moveaxis(in_blocks(x, size), 1, 0) for x in arrays)
     return lax.map(lambda chunk: function(*chunk), chunks)
 
