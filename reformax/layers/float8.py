@@ -91,9 +91,12 @@ def quantize(
     chosen = choose_impl(impl, pays, pallas=None) if x.size else "xla"
     scale = _scale(_largest(x), TOP[dtype]) if seen is None else delayed_scale(seen, dtype)
     if chosen == "xla":
-        return _quantize_arrays(x, scale, dtype, rows, columns)
-    found = _quantize_by_kernel(x, scale, dtype, rows, columns, chosen == INTERPRETED)
-    return Quantized(*found[:2], scale, found[2])
+        found = _quantize_arrays(x, scale, dtype, rows, columns)
+    else:
+        found = _quantize_by_kernel(x, scale, dtype, rows, columns, chosen == INTERPRETED)
+    values, turned, largest = found
+    # Only a history reads it, to whose update XLA may defer the exchange.
+    return Quantized(values, turned, scale, largest if seen is None else over_shards(largest))
 
 
 def delayed_scale(seen: Float[Array, " S"], dtype: Any) -> Float[Array, ""]:
@@ -104,9 +107,8 @@ def delayed_scale(seen: Float[Array, " S"], dtype: Any) -> Float[Array, ""]:
 
 
 def _largest(x: Float[Array, "*d"]) -> Float[Array, ""]:
-    """The largest finite magnitude, on all devices."""
-    found = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
-    return over_shards(found)
+    """The largest finite magnitude; within a shard that of the shard."""
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
 
 
 def over_shards(largest: Float[Array, ""]) -> Float[Array, ""]:
@@ -122,18 +124,19 @@ def _scale(largest: Float[Array, ""], top: int) -> Float[Array, ""]:
     return jnp.ldexp(jnp.float32(1), jnp.clip(top - exponent, -126, 60))
 
 
-def _quantize_arrays(x, scale, dtype, rows: bool, columns: bool) -> Quantized:
+def _quantize_arrays(x, scale, dtype, rows: bool, columns: bool) -> tuple:
+    """Rows, columns and the largest number."""
     end = float(jnp.finfo(dtype).max)
     scaled = x.astype(_scaled_in(x.dtype))
     scaled = jnp.clip(scaled * scale.astype(scaled.dtype), -end, end)
     # Infinity less itself is NaN. This keeps XLA's rounding by rows and columns in one fusion.
     values = (scaled + (x - x).astype(scaled.dtype)).astype(dtype)
     turned = jnp.moveaxis(values, -1, 0) if columns else None
-    return Quantized(values if rows else None, turned, scale, _largest(x))
+    return values if rows else None, turned, _largest(x)
 
 
 def _quantize_by_kernel(x, scale, dtype, rows: bool, columns: bool, interpret: bool) -> tuple:
-    """Rows, columns and the largest number; each device rounds what it has."""
+    """The same; each device rounds what it has."""
     from reformax.layers.kernels import rounding as kernel
 
     options = kernel.RoundingOptions(dtype, rows, columns, interpret)
@@ -144,7 +147,7 @@ def _quantize_by_kernel(x, scale, dtype, rows: bool, columns: bool, interpret: b
         turned = found.columns
         if turned is not None:
             turned = turned.reshape(x.shape[-1], *x.shape[:-1])
-        return values, turned, over_shards(jnp.max(found.largest))
+        return values, turned, jnp.max(found.largest)
 
     if devices.current() is None:
         return of_shard(x, scale)
@@ -152,8 +155,13 @@ def _quantize_by_kernel(x, scale, dtype, rows: bool, columns: bool, interpret: b
     if x.ndim == 3:
         axes = devices.ROWS, devices.CONTEXT
         axes = axes if x.shape[1] % devices.n_sequence_shards() == 0 else axes[:1]
+
+    def of_all(x, scale):
+        *both, largest = of_shard(x, scale)
+        return *both, over_shards(largest) if axes else largest
+
     specs = Spec(*axes) if rows else None, Spec(None, *axes) if columns else None, Spec()
-    return devices.per_shard(of_shard, (Spec(*axes), Spec()), specs)(x, scale)
+    return devices.per_shard(of_all, (Spec(*axes), Spec()), specs)(x, scale)
 
 
 def _scaled_in(dtype: Any) -> Any:

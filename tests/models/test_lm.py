@@ -267,6 +267,7 @@ CHANGES_SHAPES = [
     dict(attention_type=STRICT, next_value=True),
     dict(attention_type=OPS["dense"], pos_type="t5"),
     dict(embedding_norm=True),
+    dict(dtype="float8", amax_history=2),
     AXIAL,
 ]
 CHANGES_PROGRAM = [

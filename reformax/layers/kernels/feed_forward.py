@@ -219,6 +219,7 @@ def launched(
     options: FeedForwardOptions,
     aliases=None,
 ) -> Any:
+    """The outputs of a kernel, which reads `inputs` and `others`, by tiles of these sizes."""
     *sizes, num_warps = sizes
     tile = _FeedForwardTile(*sizes, options.length, options.rate, inputs.pre.shape)
     exact = options.interpret or inputs.pre.dtype == jnp.float32
