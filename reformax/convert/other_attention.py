@@ -32,6 +32,7 @@ from reformax.data import files
 from reformax.data.pieces import PieceVocabulary
 from reformax.data.stdlib import library_files
 from reformax.declared import SettingError, shown
+from reformax.layers.layer_norm import norm_places
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.training.named_tensors import named
 from reformax.training.step import jit_once
@@ -139,12 +140,19 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     old_ops = [old for *_, old in spec.layers()]
     ops = [_like(old, op) if i in layers else old for i, old in enumerate(old_ops)]
     rotating = spec.design.rotary_layers or [True] * len(spec.attention)
-    kinds = [(op, rotating[block]) for op, (_, block, *_) in zip(ops, spec.layers(), strict=True)]
+    places = norm_places(spec.design.norm_place, len(spec.attention))
+    kinds = [
+        (op, rotating[block], places[block])
+        for op, (_, block, *_) in zip(ops, spec.layers(), strict=True)
+    ]
     period = len(cycle_of(kinds))
     new = spec._replace(attention=tuple(ops[:period]))
     if spec.design.rotary_layers:
-        design = spec.design.but(rotary_layers=tuple(rotates for _, rotates in kinds[:period]))
-        new = new._replace(design=design)
+        rotary_layers = tuple(rotates for _, rotates, _ in kinds[:period])
+        new = new._replace(design=new.design.but(rotary_layers=rotary_layers))
+    if len(set(places)) > 1:
+        norm_place = tuple(place for *_, place in kinds[:period])
+        new = new._replace(design=new.design.but(norm_place=norm_place))
     for layer in layers:
         if _angles(spec, layer) != _angles(new, layer):
             raise SettingError(

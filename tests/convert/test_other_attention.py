@@ -74,13 +74,18 @@ def test_layers_of_a_cycle_keep_their_weights():
 
 
 def test_layers_without_rotary_positions_stay_so():
-    design = designs.Design(rotary_layers=(True, False), norm="rms", ff_gated=True)
+    """And those without norms of their input."""
+    places = ("input", "output")
+    design = designs.Design(
+        rotary_layers=(True, False), norm="rms", norm_place=places, ff_gated=True
+    )
     spec, params = dense_model(cycle=("dense", "dense"), pos_type="rotary", design=design)
     op = other_attention.op_of(WHOLE["moba"])
     new, _ = other_attention.replaced(spec, params, op, [0, 1, 2, 3])
-    assert new.design.rotary_layers == (True, False)
+    assert new.design.rotary_layers == (True, False) and new.design.norm_place == places
     new, changed = other_attention.replaced(spec, params, op, [1])
     assert new.design.rotary_layers == (True, False) * 2
+    assert new.design.norm_place == places * 2
     np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)
 
 
