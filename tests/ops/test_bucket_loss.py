@@ -1,5 +1,6 @@
 """The loss that moves queries towards the keys that dense attention weighs."""
 
+import functools
 import math
 
 import jax
@@ -101,11 +102,13 @@ def test_what_is_in_padding_changes_no_gradient(factory):
 
 def test_the_probability_is_that_of_any_of_the_hashes():
     cosine = jnp.linspace(-0.99, 0.99, 41)
-    logs = (np.asarray(log_collision(cosine, 64, n), np.float64) for n in (1, 4))
+    run = jax.jit(log_collision, static_argnums=(1, 2))
+    logs = (np.asarray(run(cosine, 64, n), np.float64) for n in (1, 4))
     one, four = map(np.exp, logs)
     np.testing.assert_allclose(four, -np.expm1(4 * np.log1p(-one)), rtol=1e-3)
     np.testing.assert_allclose(one, 64.0 ** -np.asarray(exponent(cosine), np.float64), rtol=1e-4)
-    slopes = jax.vmap(jax.grad(lambda c: log_collision(c, 2**14, 8)))(jnp.linspace(-1, 1, 401))
+    slope = jax.jit(jax.vmap(jax.grad(lambda c: log_collision(c, 2**14, 8))))
+    slopes = slope(jnp.linspace(-1, 1, 401))
     assert (slopes >= 0).all() and slopes.max() < 2.1 * math.log(2**14)
 
 
@@ -119,7 +122,8 @@ def test_a_step_draws_its_queries_and_reports_their_loss(factory):
     hashed = keys if op.shared_qk else centred(k, None, True)
     sees = np.tri(128, k=-1 if op.shared_qk else 0, dtype=bool)[None, None]
     params, call = op.init(None, op.dims(q, v)), dict(segment_ids=None, causal=True)
-    plan = op.plan(params, q, k, **call, rng=jax.random.key(1), train=True)
+    plan_of = functools.partial(op.plan, **call, rng=jax.random.key(1), train=True)
+    plan = jax.jit(plan_of)(params, q, k)
 
     def out(params, rng):
         return 0 * op.apply(params, q, k, v, plan=plan, **call, rng=rng).sum()
