@@ -288,7 +288,10 @@ def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     everything = block_lists.FullLayout(40, 32, causal=False, dropout=0.0)
     entries = (everything.rows if by_query else everything.columns)(8, 8).entries
     ids = (queries, keys) if by_query else (keys, queries)
-    spans = kernel._spans(*(kernel._tile_ids(jnp.asarray(x)[None], 8) for x in ids), entries)
+    spans_of = jax.jit(
+        lambda *x: kernel._spans(*(kernel._tile_ids(y[None], 8) for y in x), entries)
+    )
+    spans = spans_of(*ids)
     tiles_of_programs, other_tiles = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
     for tile, span in zip(tiles_of_programs, np.stack(spans, axis=2)[0], strict=True):
         indices = np.flatnonzero([bool(tile & other_tiles[entry]) for entry in entries])
@@ -301,9 +304,15 @@ def test_tiles_of_one_segment_need_no_mask(by_query):
     ids = np.repeat([1, 2, 3, 2, 4, 5, 4, 0], [8, 16, 8, 8, 9, 6, 9, 8]).astype(np.int32)
     everything = block_lists.FullLayout(72, 72, causal=False, dropout=0.0)
     entries = (everything.rows if by_query else everything.columns)(8, 8).entries
-    of_tiles = kernel._tile_ids(jnp.asarray(ids)[None], 8)
-    assert list(of_tiles.only[0]) == [1, 2, 2, 3, 2, 4, 0, 4, 0]
-    spans = np.stack(kernel._spans(of_tiles, of_tiles, entries), axis=2)[0, :, 2:]
+
+    @jax.jit
+    def run(ids):
+        of_tiles = kernel._tile_ids(ids[None], 8)
+        return of_tiles.only, kernel._spans(of_tiles, of_tiles, entries)
+
+    only, spans = run(ids)
+    assert list(only[0]) == [1, 2, 2, 3, 2, 4, 0, 4, 0]
+    spans = np.stack(spans, axis=2)[0, :, 2:]
     found = [sorted(entries[first:end].tolist()) for first, end in spans]
     of_two = [1, 2] if by_query else [4]
     of_four = [5] if by_query else [7]

@@ -151,9 +151,13 @@ def test_a_query_chooses_the_best_complete_summaries_of_its_segment():
     plan = jax.jit(lambda x: inputs.plan(op, x, segment_ids=jnp.asarray(ids), causal=True))(x)
     options = dict(**SIZES, n_index_heads=2, learned_sinks=True)
     mask = visible(Shape(2, 30, 30, 2), True, ids)
-    parts = compressed.Parts(options, x.params, x[:3], x.extra_projections, mask, n_series=2)
-    found = np.asarray(compressed.index_scores(options, x.params, parts))
-    plan = np.asarray(plan)
+
+    @jax.jit
+    def scores(x):
+        parts = compressed.Parts(options, x.params, x[:3], x.extra_projections, mask, n_series=2)
+        return compressed.index_scores(options, x.params, parts)
+
+    found, plan = np.asarray(scores(x)), np.asarray(plan)
     for b, t in np.ndindex(plan.shape[:2]):
         allowed = [c for c in range(7) if 4 * c + 3 <= t and ids[b, 4 * c + 3] == ids[b, t]]
         chosen = set(plan[b, t]) - {-1}
