@@ -18,6 +18,10 @@ from jaxtyping import Array, Float
 
 from reformax.derivatives import CustomDerivatives
 
+# What layers call the buffers that scales of FP8 products come from. A run that begins with the
+# weights of another one has its own.
+HISTORY = "amax_history"
+
 
 class Buffer(NamedTuple):
     """A weight whose cotangent is its change."""

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float
 
 from reformax import devices
-from reformax.buffers import Buffer
+from reformax.buffers import HISTORY, Buffer
 from reformax.declared import Unsupported
 from reformax.layers.matrices import copies
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, compute_capability
@@ -43,8 +43,8 @@ TOP = {E4M3: 8, E5M2: 15}
 UNSEEN = {E4M3: 4, E5M2: -1}
 # The sizes for which the kernel is taken: below XLA fuses the rounding, above nothing was tested.
 LEAST_SIZE, MOST = 2**20, 2**31
-# The rows of a history; and its name among a layer's weights, which has one for each matrix.
-OPERANDS, HISTORY = 3, "amax_history"
+# The rows of a history. A layer's weights have one for each matrix, as `HISTORY`.
+OPERANDS = 3
 
 
 def history(n_steps: int) -> Buffer:

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from reformax import devices, memory
-from reformax.buffers import trained
+from reformax.buffers import HISTORY, trained
 from reformax.declared import SettingError
 from reformax.training import (
     evaluation,
@@ -267,13 +267,18 @@ def _first_state(
     weights = starting_weights.read(settings.init_from, like, vocabulary, names, settings.fresh_ops)
     params, (folder, step), converted = weights
     what = "the weights"
-    if settings.fresh_ops:
-        own = step_lib.jit_once(lambda key: starting_weights.of_ops(init(key).params, True))
+    wanted = like if names is None else {name: like[name] for name in params}
+    if len(jax.tree.leaves(params)) < len(jax.tree.leaves(wanted)):
+        called = starting_weights.OP, HISTORY
+        own = step_lib.jit_once(
+            lambda key: starting_weights.parts_called(called, init(key).params, True)
+        )
         own = jax.device_get(own(key))
         own = own if names is None else {name: own[name] for name in params}
         params = jax.tree.map(
             lambda x, fresh: fresh if x is None else x, params, own, is_leaf=lambda x: x is None
         )
+    if settings.fresh_ops:
         what = "the weights, but for fresh ones of attention algorithms,"
     if settings.fresh_heads:
         fresh = step_lib.jit_once(lambda key: _without(init(key).params, names))

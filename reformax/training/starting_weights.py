@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from reformax.buffers import HISTORY
 from reformax.declared import SettingError, user_path
 from reformax.training.checkpoint import CheckpointReader
 
@@ -34,8 +35,8 @@ def read(
       fresh_ops: whether the weights of attention algorithms are left out, which are None then.
 
     Returns:
-      The parameters as NumPy arrays; the run's folder and the checkpoint's step; and what the
-      checkpoint says of a converted model's source, or None.
+      The parameters as NumPy arrays, None for histories of FP8 scales; the run's folder and the
+      checkpoint's step; and what the checkpoint says of a converted model's source, or None.
 
     Raises:
       SettingError: there is no checkpoint, or it was trained with another vocabulary.
@@ -49,12 +50,11 @@ def read(
         fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
     else:
         like = {name: x for name, x in like.items() if name in names}
-    if fresh_ops:
-        like = of_ops(like, False)
-    else:
+    fresh = [HISTORY, *([OP] if fresh_ops else [])]
+    like = parts_called(fresh, like, False)
+    if not fresh_ops:
         fix += "; fresh_ops=True begins the own weights of attentions anew"
-    without = OP if fresh_ops else None
-    params, info = checkpoints.restore_params(step, like, fix, names, without)
+    params, info = checkpoints.restore_params(step, like, fix, names, fresh)
     trained_with = info.get("vocabulary")
     if trained_with != vocabulary:
         raise SettingError(
@@ -65,11 +65,11 @@ def read(
     return params, (str(folder), step), info.get("source")
 
 
-def of_ops(tree: Any, are: bool) -> Any:
-    """The tree with None for all but, or with None for, the weights of attention algorithms."""
+def parts_called(names: Collection[str], tree: Any, are: bool) -> Any:
+    """The tree with None for all but, or with None for, what is in a part of one of these names."""
 
     def of(path, x):
-        return x if any(getattr(key, "key", None) == OP for key in path) == are else None
+        return x if any(getattr(key, "key", None) in names for key in path) == are else None
 
     return jax.tree_util.tree_map_with_path(of, tree)
 

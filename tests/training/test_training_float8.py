@@ -1,5 +1,7 @@
 """Delayed scales of FP8 products in training: through both stacks, in parts, saved and resumed."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from reformax.declared import SettingError
 from reformax.layers import float8
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import flash
-from reformax.training import checkpoint, mesh, optimizer, step
+from reformax.training import checkpoint, loop, mesh, optimizer, starting_weights, step
+from reformax.training.step import TrainState
 from tests.helpers import assert_trees_equal
+from tests.training import worker
 
 SMALL = dict(
     vocab_size=7, d_model=8, d_ff=12, n_heads=2, n_layers=4, dropout=0.0,
@@ -103,6 +107,38 @@ def test_a_saved_run_goes_on_to_the_bit(tmp_path, constructor):
     loaded, _ = checkpoint.Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: state))
     assert_trees_equal(histories(loaded.params), histories(state.params))
     assert_trees_equal(trained(model, 2, loaded)[0], trained(model, 2, state)[0])
+
+
+def test_a_run_begins_with_the_weights_of_another_and_histories_of_its_own(tmp_path):
+    """From bfloat16, and back."""
+    narrow = TransformerLM(**SMALL)
+    wide = TransformerLM(**SMALL | dict(dtype="bfloat16", amax_history=0))
+    for i, (before, after) in enumerate(((wide, narrow), (narrow, wide), (narrow, narrow))):
+        state, folder = trained(before, 1)[0], tmp_path / str(i)
+        saved = checkpoint.Checkpoints(folder)
+        saved.save(1, state)
+        saved.wait()
+        like = jax.eval_shape(lambda model=after: model.init_params(KEY, TOKENS.shape))
+        got, *_ = starting_weights.read(folder, like, None)
+        assert float8.HISTORY not in str(jax.tree_util.tree_leaves_with_path(got))
+        want = [x for path, x in jax.tree_util.tree_leaves_with_path(state.params)
+                if float8.HISTORY not in jax.tree_util.keystr(path)]  # fmt: skip
+        for x, y in zip(jax.tree.leaves(got), want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@SLOW
+def test_a_run_goes_from_bfloat16_to_delayed_scales(tmp_path):
+    wide = TransformerLM(**SMALL | dict(dtype="bfloat16", amax_history=0, vocab_size=16))
+    saved = checkpoint.Checkpoints(tmp_path / "wide")
+    saved.save(0, TrainState(np.int32(0), wide.init_params(KEY, TOKENS.shape), (), None))
+    saved.wait()
+    arguments = worker.arguments(steps=3, eval_every=3, length=8)
+    arguments |= dict(model=partial(TransformerLM, **SMALL | dict(vocab_size=16)))
+    loop.train(tmp_path / "narrow", **arguments, init_from=tmp_path / "wide")
+    like = jax.eval_shape(lambda: arguments["model"]().init_params(KEY, TOKENS.shape))
+    params, _ = checkpoint.Checkpoints(tmp_path / "narrow").restore_params(3, like)
+    assert all(np.all(seen > 0) for seen in histories(params).values())
 
 
 def test_an_evaluation_reads_the_same_weights_and_no_scale():

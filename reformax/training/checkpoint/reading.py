@@ -108,13 +108,13 @@ class CheckpointReader:
         like: Any,
         fix: str = OWN,
         names: Collection[str] | None = None,
-        without: str | None = None,
+        without: Collection[str] = (),
     ) -> tuple[Any, dict[str, Any]]:
         """Reads the parameters to score: the moving average if the state has one.
 
         Takes, returns and raises as `restore` does, for the parameters alone; `fix` says what to do
         with a checkpoint of another model. Of `names` only these parts of the model are read, and
-        nothing within a part that is called `without`.
+        nothing within a part that has a name of `without`.
         """
         prefix = ""
 
@@ -123,8 +123,7 @@ class CheckpointReader:
             prefix = "ema." if any(name.startswith("ema.") for name in there) else "params."
             parts = [prefix] if names is None else [f"{prefix}{name}." for name in names]
             there = {n: x for n, x in there.items() if f"{n}.".startswith(tuple(parts))}
-            if without is not None:
-                there = {n: x for n, x in there.items() if without not in n.split(".")}
+            there = {n: x for n, x in there.items() if not set(without) & set(n.split("."))}
             check_fits(there, like, prefix, self.names.of_step(step), fix)
             return there
 
