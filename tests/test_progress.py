@@ -92,7 +92,7 @@ def test_what_is_not_shown_writes_nothing(terminal, clock):
 def test_80_columns_keep_the_figures(terminal, monkeypatch):
     stream, read = terminal
     monkeypatch.setattr("sys.stderr", stream)
-    bar = record.Bar(199_990, 300_000, metric="bits_per_token")
+    bar = record.Bar(199_990, 300_000, unit="bits/token")
     for _ in range(3):
         bar.advance(12.345, 1_016_000.0)
     bar.close()

@@ -204,7 +204,7 @@ def evaluate(
     # A window has about `stride` targets: close enough for a bar.
     a_row = stride if task.labels is None else 1
     expected = -(-(n_targets if all_as_well else budget) // (a_row * batch_size))
-    unit = loss_lib.metric_name(task).replace("_per_", "/")
+    unit = loss_lib.unit_of(task)
     with Progress(split, expected, side_channels.stderr(), shown=progress) as bar:
         score = partial(_sums, model, loss_chunk_len, mesh, params, key)
         totals = _totals(score, on_device, chosen, bar, unit, should_stop)

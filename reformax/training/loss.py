@@ -295,6 +295,11 @@ def metric_name(task: Task) -> str:
     return "bits_per_dim" if task.kept_vocabulary is None else "bits_per_token"
 
 
+def unit_of(task: Task) -> str:
+    """The unit of the bits that progress shows, such as 'bits/byte' of a text's bytes."""
+    return "bits/byte" if task.of_bytes else metric_name(task).replace("_per_", "/")
+
+
 def bits_of(task: Task, split: str, bits: float) -> dict[str, float]:
     """The bits of a target by the metric's name; of a text also `bits_per_byte`.
 

@@ -106,8 +106,8 @@ class NoRecord(Record):
 class Bar:
     """A progress bar on stderr: loss in bits, tokens/s and the time left."""
 
-    def __init__(self, step: int, steps: int, shown: bool = True, metric: str = "bits_per_dim"):
-        self._unit = metric.replace("_per_", "/")
+    def __init__(self, step: int, steps: int, shown: bool = True, unit: str = "bits/dim"):
+        self._unit = unit
         options = dict(done=step, stays=True, shown=shown)
         self._progress = Progress("train", steps, side_channels.stderr(), **options)
 

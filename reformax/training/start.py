@@ -34,6 +34,7 @@ from reformax.training.decisions import Decisions
 from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
+from reformax.training.loss import unit_of
 from reformax.training.messages import Messages
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
@@ -268,11 +269,10 @@ def _step_log(
     """The log of steps, with the run's bar and its clock, which goes on from the checkpoint's."""
     settings, step, info = setup.settings, restored.step, restored.info
     begun = restored.seconds - started  # the clock holds no array of the state
-    unit = "bits_per_byte" if settings.task.of_bytes else settings.own_evaluation.metric
     return StepLog(
         settings,
         record,
-        Bar(step, settings.steps, settings.progress, unit),
+        Bar(step, settings.steps, settings.progress, unit_of(settings.task)),
         list(info.get("window", ())),
         info.get("tokens", step * settings.batch_size * settings.length),
         lambda: begun + time.monotonic(),

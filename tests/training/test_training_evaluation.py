@@ -15,7 +15,7 @@ from reformax.data.text import text
 from reformax.models import Transformer
 from reformax.ops import linformer
 from reformax.task import Batch, Task
-from reformax.training import by_position
+from reformax.training import by_position, evaluation
 from reformax.training import record as record_lib
 from reformax.training.evaluation import check_positions, evaluate, in_budget
 from reformax.training.prefetch import prefetch
@@ -238,6 +238,15 @@ def test_progress_is_shown_on_request(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     score(progress=True)
     assert "valid: 3 of 3, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_bytes, unit", [(True, "bits/byte"), (False, "bits/dim")])
+def test_progress_names_the_bits_of_bytes(of_bytes, unit, capsys, monkeypatch):
+    """As the bar of training does."""
+    monkeypatch.setattr(progress, "INTERVAL", 0)
+    monkeypatch.setattr(evaluation, "_IN_FLIGHT", 0)
+    score(TASK.replace(of_bytes=of_bytes), progress=True)
+    assert f" {unit}" in capsys.readouterr().err
 
 
 def test_prefetch_gives_all_in_order_and_runs_ahead_no_further_than_told():
