@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reformax.buffers import in_parts
 from reformax.declared import SettingError, Unsupported
 from reformax.training.metrics import no_sums
 
@@ -49,6 +50,7 @@ def gradient(
 
     def of_part(params, part, states, rng):
         inputs, targets, weights = part
+        params = in_parts(params, n)
         features, states = model.features_from(params, inputs, states, rng)
         sums = cross_entropy(model.logits, params, features, targets, weights)
         return sums.loss / weight, (sums.metrics, states)

@@ -90,6 +90,17 @@ def test_a_step_of_parts(accumulate):
     assert max(jax.tree.leaves(change)) > 1e-4
 
 
+@pytest.mark.slow
+def test_parts_of_rows_leave_one_step_s_numbers_in_buffers():
+    """The largest weights of FP8's histories are those of whole rows: each part reads the same."""
+    model = model_of(dtype="float8", amax_history=2)
+    (grads, _), (want, _) = both(model, TOKENS, 8)
+    found = [tree["stack"]["block_0"]["feed_forward"]["amax_history"] for tree in (grads, want)]
+    of_weights = [{name: x.value[..., 1, :] for name, x in tree.items()} for tree in found]
+    assert all(np.any(np.asarray(x)) for x in jax.tree.leaves(of_weights))
+    assert_trees_close(*of_weights, 1e-6)
+
+
 SHORT = dict(pos_type="axial", pos_axial_shape=(16,), pos_d_axial_embs=(SIZES["d_model"],))
 
 
