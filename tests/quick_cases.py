@@ -619,13 +619,12 @@ QUICK = {
     "benchmarks/test_attention.py": {
         "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_linear"],
     },
+    "benchmarks/test_table.py": {"test_the_table_times_each_pass_of_its_own": ["flash"]},
     "benchmarks/test_trained_rows.py": {
-        "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
         "test_every_deep_row_is_a_model_of_48_layers": [
             "reversible, all again",
             "Transformer, all again, offloaded",
         ],
-        "test_the_table_times_each_pass_of_its_own": ["flash"],
     },
     "test_examples.py": {
         "test_an_example_trains_evaluates_and_samples": ["train_flax-flax"],
