@@ -123,6 +123,7 @@ class FeedForward(Layer):
             )
         normal = jax.nn.initializers.normal
         self._initializer = glorot if self.init_std is None else normal(self.init_std)
+        float8.check_history(self.float8, self.amax_history)
         self._float8 = self.float8 and self.mode == "train"
         norm = self.output_norm
         self._norm = None if norm is None else NORMS[norm](self.norm_epsilon)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.buffers import HISTORY, Buffer
-from reformax.declared import Unsupported
+from reformax.declared import SettingError, Unsupported
 from reformax.layers.matrices import copies
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, compute_capability
 
@@ -54,6 +54,15 @@ def history(n_steps: int) -> Buffer:
     each of the last steps, newest first; 0: there was none.
     """
     return Buffer(jnp.zeros((OPERANDS, n_steps)))
+
+
+def check_history(float8: bool, amax_history: int) -> None:
+    """Raises `SettingError` for a layer whose history no scale would come from."""
+    if amax_history and not float8:
+        raise SettingError(
+            f"amax_history is {amax_history} and float8 is False, which has no scales: set "
+            "amax_history=0 or float8=True"
+        )
 
 
 class Quantized(NamedTuple):

@@ -10,7 +10,9 @@ import pytest
 
 from reformax import layers
 from reformax.buffers import Buffer
+from reformax.declared import SettingError
 from reformax.layers import float8
+from reformax.ops import flash
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close
 from tests.layers import plain
@@ -242,6 +244,18 @@ def test_layers_round_in_training_alone(impl):
         distance = np.linalg.norm(narrow[name] - usual[name]) / np.linalg.norm(usual[name])
         assert 1e-3 < distance < 0.2, name
     assert_trees_close(gradients(float8=True, mode="eval"), gradients(mode="eval"), 0)
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda **options: layers.FeedForward(8, **options),
+              lambda **options: layers.Attention(flash.flash(), 2, 4, 4, **options)],
+    ids=["feed_forward", "attention"],
+)  # fmt: skip
+def test_a_layers_history_without_scales_is_refused(layer):
+    with pytest.raises(SettingError, match="amax_history is 2 and float8 is False") as error:
+        layer(amax_history=2)
+    assert "\n" not in str(error.value)
+    layer(float8=True, amax_history=2)
 
 
 def test_a_gpu_without_such_products_is_told(monkeypatch):
