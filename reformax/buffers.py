@@ -88,19 +88,18 @@ def trained(tree: Any) -> Any:
     return jax.tree.map(lambda x: None if is_buffer(x) else x, tree, is_leaf=is_buffer)
 
 
-def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
+def advanced(params: Any, changes: Any) -> Any:
     """The tree with each buffer as it is after a step.
 
     Args:
       params: the weights before it.
-      changes: the gradient with respect to `params`, summed over the parts of the batch.
-      n_parts: the number of parts.
+      changes: the gradient with respect to `params`.
     """
 
     def after(before, change):
         if not is_buffer(before):
             return before
-        return before.after(change.value / n_parts)
+        return before.after(change.value)
 
     return jax.tree.map(after, params, changes, is_leaf=is_buffer)
 

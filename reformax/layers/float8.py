@@ -303,11 +303,7 @@ def change(seen: Float[Array, "3 S"], *operands: Quantized) -> Float[Array, "3 S
     """The cotangent of a history, for `History.after`: the largest numbers' powers, in front."""
     largest = jnp.stack([x.largest for x in operands])
     ratio = jnp.clip(largest / _before(seen, OPERANDS), 1 / REACH, REACH)
-    power = jnp.where(largest > 0, ratio**8, 0)
-    # A step divides changes by the devices, as if each of them had made its own.
-    mesh = devices.current()
-    power = power * (1 if mesh is None else mesh.size)
-    return jnp.zeros_like(seen).at[:, 0].set(power)
+    return jnp.zeros_like(seen).at[:, 0].set(jnp.where(largest > 0, ratio**8, 0))
 
 
 def contract(x: Quantized, w: Quantized, dtype: Any, of_rows: bool = False) -> Float[Array, "*d _"]:
