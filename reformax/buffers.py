@@ -4,8 +4,8 @@
 
 Such a weight is a `Buffer`. A function of the weights says what it becomes by `updated`, and the
 change arrives where a gradient would: through any transformation, scan and recomputation of the
-backward pass. A step of training adds it, and neither optimizer, clipping nor weight decay sees
-the weight.
+backward pass. A step of training adds it (`Buffer.after`), and neither optimizer, clipping nor
+weight decay sees the weight.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class Buffer(NamedTuple):
     """A weight whose cotangent is its change."""
 
     value: Float[Array, "*d"]
+
+    def after(self, change: Float[Array, "*d"]) -> Buffer:
+        """The buffer after a step, from the mean of the cotangents of the batch's parts."""
+        return type(self)(self.value + change)
 
 
 class Meter(Buffer):
@@ -84,19 +88,18 @@ def trained(tree: Any) -> Any:
     return jax.tree.map(lambda x: None if is_buffer(x) else x, tree, is_leaf=is_buffer)
 
 
-def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
+def advanced(params: Any, changes: Any) -> Any:
     """The tree with each buffer as it is after a step.
 
     Args:
       params: the weights before it.
-      changes: the gradient with respect to `params`, summed over the parts of the batch.
-      n_parts: the number of parts.
+      changes: the gradient with respect to `params`.
     """
 
     def after(before, change):
         if not is_buffer(before):
             return before
-        return type(before)(before.value + change.value / n_parts)
+        return before.after(change.value)
 
     return jax.tree.map(after, params, changes, is_leaf=is_buffer)
 

@@ -25,6 +25,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Int
 
+from reformax.buffers import in_parts, is_buffer
+
 T, U = TypeVar("T"), TypeVar("U")
 # Axes of a mesh.
 Axes = str | tuple[str, ...] | None
@@ -118,7 +120,8 @@ def by_positions(
         position.
       inputs: trees of arrays `[B, T, ...]`, as its results are.
       whole: trees of arrays that every device has whole.
-      sums: whether `function` returns a pair, whose second part is sums over rows and positions.
+      sums: whether `function` returns a pair, whose second part is sums over rows and positions;
+        buffers among them become means, as in `per_shard`.
     """
     if current() is None:
         return function(0, *inputs, *whole)
@@ -126,10 +129,13 @@ def by_positions(
     divided = all(x.shape[1] % n_sequence_shards() == 0 for x in jax.tree.leaves(inputs))
     spec, axes = (Spec(ROWS, CONTEXT), AXES) if divided else (Spec(ROWS), ROWS)
 
+    def over_shards(x):
+        return lax.pmean(x, axes) if is_buffer(x) else lax.psum(x, axes)
+
     def of_shard(*arrays):
         length = jax.tree.leaves(arrays)[0].shape[1]
         found = function(lax.axis_index(CONTEXT) * length if divided else 0, *arrays)
-        return (found[0], lax.psum(found[1], axes)) if sums else found
+        return (found[0], jax.tree.map(over_shards, found[1], is_leaf=is_buffer)) if sums else found
 
     specs = (spec,) * len(inputs) + (Spec(),) * len(whole)
     out = (spec, Spec()) if sums else spec
@@ -137,9 +143,14 @@ def by_positions(
 
 
 def per_shard(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
-    """`jax.shard_map` of `function` over all axes of the mesh in use."""
+    """`jax.shard_map` of `function` over all axes of the mesh in use.
+
+    Gradients of what every device has whole are summed; a buffer becomes the mean of the devices'.
+    """
     # JAX's interpreter of kernels does not pass the check, nor do gradients of layers.
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    n_devices = jax.sharding.get_abstract_mesh().size
+    return lambda *args: mapped(*in_parts(args, n_devices))
 
 
 def row_axes() -> Axes:

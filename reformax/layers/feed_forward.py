@@ -123,6 +123,7 @@ class FeedForward(Layer):
             )
         normal = jax.nn.initializers.normal
         self._initializer = glorot if self.init_std is None else normal(self.init_std)
+        float8.check_history(self.float8, self.amax_history)
         self._float8 = self.float8 and self.mode == "train"
         norm = self.output_norm
         self._norm = None if norm is None else NORMS[norm](self.norm_epsilon)
@@ -287,7 +288,9 @@ class FeedForward(Layer):
             rows = x.reshape(-1, x.shape[-1])
             inputs = kernel.FeedForwardInputs(None, b1, seed, start + first)
             if delayed:
-                out = kernel_float8.apply(options, rows, inputs, kernel_float8.Weights(*weights))
+                *matrices, seen1, seen2 = weights
+                weights = kernel_float8.Weights(*matrices, seen1.value, seen2.value)
+                out = kernel_float8.apply(options, rows, inputs, weights)
             else:
                 out = kernel.project(options, inputs._replace(pre=rows), *weights)
             return out.reshape(*x.shape[:-1], -1)
@@ -297,7 +300,7 @@ class FeedForward(Layer):
         bias = params["b1"] if self.bias else jnp.zeros(self.d_ff)
         if delayed:
             seen = params[float8.HISTORY]
-            weights = params["w1"], params["w2"], seen["w1"].value, seen["w2"].value
+            weights = params["w1"], params["w2"], seen["w1"], seen["w2"]
         else:
             (x,), weights = self._first(params, x), (params["w2"],)
         return devices.by_positions(project, (x,), (bias, weights, start, rng))

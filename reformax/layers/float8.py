@@ -19,7 +19,6 @@ summed over. So arrays are rounded by rows and by columns, in one pass.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,29 +30,58 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.buffers import HISTORY, Buffer
-from reformax.declared import Unsupported
+from reformax.declared import SettingError, Unsupported
 from reformax.layers.matrices import copies
 from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, compute_capability
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # The scaled maximum is below 2^TOP, and so is every number that rounds to it.
 TOP = {E4M3: 8, E5M2: 15}
-# The exponents that numbers of an array are supposed to stay below before any was seen. Activations
-# and weights are mostly below 16, gradients of a mean over tokens below 1/2.
-UNSEEN = {E4M3: 4, E5M2: -1}
+# The largest number that an array is supposed to have before any was seen. Activations and weights
+# are mostly below 16, gradients of a mean over tokens below 1/2.
+UNSEEN = {E4M3: 8.0, E5M2: 0.25}
 # The sizes for which the kernel is taken: below XLA fuses the rounding, above nothing was tested.
 LEAST_SIZE, MOST = 2**20, 2**31
-# The rows of a history. A layer's weights have one for each matrix, as `HISTORY`.
-OPERANDS = 3
+# The rows of a history: the formats of `x`, `w` and the output's gradient.
+OPERANDS = E4M3, E4M3, E5M2
+# A history's largest number changes by at most this factor in a step, up or down: float32 has its
+# eighth power, and sums of these.
+REACH = 2.0**14
 
 
-def history(n_steps: int) -> Buffer:
-    """The weight that delayed scales come from, before the first step.
+class History(Buffer):
+    """The largest magnitudes that delayed scales come from; a layer's `HISTORY` has one a matrix.
 
-    Its value `[3, n_steps]` has the largest magnitudes of `x`, `w` and the output's gradient in
-    each of the last steps, newest first; 0: there was none.
+    `value [3, S]` has those of `x`, `w` and the output's gradient in each of the last S steps,
+    newest first; 0: there was none. Parts of a batch add up their cotangents, and a scale must suit
+    the largest number of all. So they add eighth powers, whose mean has a root of at least half the
+    largest number for up to 256 parts. `delayed_scale` leaves room for twice that root.
     """
-    return Buffer(jnp.zeros((OPERANDS, n_steps)))
+
+    def after(self, change: Float[Array, "*d 3 S"]) -> History:
+        mean = jnp.sqrt(jnp.sqrt(jnp.sqrt(change[..., :1])))
+        newest = _before(self.value, OPERANDS)[..., None] * mean
+        return History(jnp.concatenate([newest, self.value[..., :-1]], axis=-1))
+
+
+def history(n_steps: int) -> History:
+    """The history before the first step."""
+    return History(jnp.zeros((len(OPERANDS), n_steps)))
+
+
+def _before(seen: Float[Array, "*d R S"], dtypes: Sequence[Any]) -> Float[Array, "*d R"]:
+    """The largest numbers of rows of a history, which are of arrays in these formats."""
+    largest = jnp.max(seen, axis=-1)
+    return jnp.where(largest > 0, largest, jnp.array([UNSEEN[dtype] for dtype in dtypes]))
+
+
+def check_history(float8: bool, amax_history: int) -> None:
+    """Raises `SettingError` for a layer whose history no scale would come from."""
+    if amax_history and not float8:
+        raise SettingError(
+            f"amax_history is {amax_history} and float8 is False, which has no scales: set "
+            "amax_history=0 or float8=True"
+        )
 
 
 class Quantized(NamedTuple):
@@ -101,9 +129,7 @@ def quantize(
 
 def delayed_scale(seen: Float[Array, " S"], dtype: Any) -> Float[Array, ""]:
     """The scale that a row of a history gives."""
-    before = jnp.max(seen)
-    before = jnp.where(before > 0, before, math.ldexp(0.5, UNSEEN[dtype]))
-    return _scale(before, TOP[dtype] - 1)
+    return _scale(_before(seen[None], (dtype,))[0], TOP[dtype] - 1)
 
 
 def _largest(x: Float[Array, "*d"]) -> Float[Array, ""]:
@@ -189,9 +215,8 @@ def products(
     Args:
       x: the array, which is rounded once.
       matrices: the matrices.
-      seen: the `history` of each matrix, for delayed scales. A training step writes its largest
-        numbers to it (`reformax.buffers`); of a batch that is computed in parts, their mean. None:
-        scales are those of the arrays.
+      seen: the `History` of each matrix, for delayed scales. A training step writes its largest
+        numbers to it (`reformax.buffers`). None: scales are those of the arrays.
 
     Raises:
       NotImplementedError: a GPU that cannot multiply FP8 numbers.
@@ -271,17 +296,14 @@ _products.defvjp(_forward, _backward)
 
 def rows_of(seen: Float[Array, "3 S"] | None) -> Sequence[Float[Array, " S"] | None]:
     """The rows of a history that the scales of `x`, `w` and the output's gradient come from."""
-    return (None,) * OPERANDS if seen is None else tuple(seen)
+    return (None,) * len(OPERANDS) if seen is None else tuple(seen)
 
 
 def change(seen: Float[Array, "3 S"], *operands: Quantized) -> Float[Array, "3 S"]:
-    """The cotangent by which a history gets the largest numbers of the step, in front."""
-    # Below what the sum over devices could overflow.
-    newest = jnp.minimum(jnp.stack([x.largest for x in operands]), 2.0**100)
-    after = jnp.concatenate([newest[:, None], seen[:, :-1]], axis=1)
-    # A step divides changes by the devices, as if each of them had made its own.
-    mesh = devices.current()
-    return (after - seen) * (1 if mesh is None else mesh.size)
+    """The cotangent of a history, for `History.after`: the largest numbers' powers, in front."""
+    largest = jnp.stack([x.largest for x in operands])
+    ratio = jnp.clip(largest / _before(seen, OPERANDS), 1 / REACH, REACH)
+    return jnp.zeros_like(seen).at[:, 0].set(jnp.where(largest > 0, ratio**8, 0))
 
 
 def contract(x: Quantized, w: Quantized, dtype: Any, of_rows: bool = False) -> Float[Array, "*d _"]:

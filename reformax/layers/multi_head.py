@@ -166,6 +166,7 @@ class MultiHead(Layer):
                 f"attention_dropout is {self.attention_dropout}, but {self.op} makes no attention "
                 "weights to drop: set it to 0"
             )
+        float8.check_history(self.float8, self.amax_history)
         self._float8 = self.float8 and self.mode == "train"
         self._norm = NORMS[self.norm](self.norm_epsilon)
 

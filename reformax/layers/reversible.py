@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax import devices
+from reformax.buffers import in_parts
 from reformax.declared import Bounds, SettingError
 from reformax.layers import remat
 from reformax.layers.coupling import (
@@ -379,9 +380,16 @@ class ReversibleStack(BlockStack):
         params = self._cast(block, params)
 
         def of_positions(first, seen, written, d_out, d_read, kept, params, zeros, rng):
+            length = written[0].shape[1]
+            n_chunks = -(-length // (block.feed_forward.chunk_size or length))
+
             def chunk(carry, start, size):
                 written, d_read, d_params = carry
-                run = functools.partial(self._chunk, block, start=first + start, rng=rng)
+
+                def run(params, read):
+                    params = in_parts(params, n_chunks)
+                    return self._chunk(block, params, read, first + start, rng)
+
                 chunk = StreamParts(*_slice((seen, written), start, size))
                 read = self._coupling.read(chunk)
                 (out, _), vjp = jax.vjp(run, params, read)

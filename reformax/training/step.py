@@ -128,8 +128,7 @@ def step_fn(
             if fine_tuning is not None:  # of weight decay, and of moments from before the stage
                 updates = fine_tuning.zeros_elsewhere(updates)
             params = optax.apply_updates(before, updates)
-        # Each device says what its part would carry on.
-        params = merged(advanced(state.params, grads, mesh.size), params)
+        params = merged(advanced(state.params, grads), params)
         done = state.step + 1
         ema = state.ema
         if ema is not None:
@@ -138,7 +137,7 @@ def step_fn(
             averaged = jax.tree.map(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
-            ema = merged(advanced(ema, grads, mesh.size), averaged)
+            ema = merged(advanced(ema, grads), averaged)
         metrics = {**metrics, "grad_norm": _norm(reads(gradients)), **measured(params)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)

@@ -25,6 +25,7 @@ MODELS = {
     "reversible": (ReformerLM, {}),
     "exact": (ReformerLM, dict(exact=True)),
     "slots": (ReformerLM, dict(n_slots=8)),
+    "chunks": (ReformerLM, dict(ff_chunk_size=4)),
     "kept": (ReformerLM, dict(remat_policy="all", scan_layers=False)),
 }
 TOKENS = np.random.default_rng(0).integers(1, 7, (4, 9), np.int32)
