@@ -263,15 +263,19 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _flags()
-    args = parser.parse_args(argv)
-    if args.candidates and not args.run:
-        parser.error("--candidates goes with --run, of a model with dsa: give it")
+    flags = _flags()
+    args = flags.parse_args(argv)
+    of_text = "run", "rows", "checkpoint", "data_dir", "length", "sequences"
     if not args.run:
+        command_line.check_read(flags, args, ("tiny", "rows"), "without --run")
         of_clusters(args)
     elif args.candidates:
+        command_line.check_read(
+            flags, args, (*of_text, "candidates", "repeats"), "with --candidates"
+        )
         of_candidates(args)
     else:
+        command_line.check_read(flags, args, (*of_text, "only"), "without --candidates")
         of_run(args)
     return 0
 

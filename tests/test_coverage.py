@@ -230,10 +230,19 @@ def test_all_candidates_are_the_exact_choice():
     assert exact.recall == every.recall == 1 and exact[1:] == every[1:]
 
 
-def test_candidates_are_those_of_a_run(capsys):
-    with pytest.raises(SystemExit):
-        recall.main(["--candidates", "exact"])
-    assert "--candidates goes with --run" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ("--candidates exact", "--candidates is ['exact'], which is not read without --run"),
+        ("--length 64", "--length is 64, which is not read without --run"),
+        ("--run=x --candidates exact --only lsh", "--only is ['lsh'], which is not read with --ca"),
+        ("--run=x --repeats 9", "--repeats is 9, which is not read without --candidates"),
+    ],
+)
+def test_recall_refuses_flags_that_it_does_not_read(flags, error, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        recall.main(flags.split())
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.slow

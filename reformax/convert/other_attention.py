@@ -150,7 +150,7 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     if spec.design.rotary_layers:
         rotary_layers = tuple(rotates for _, rotates, _ in kinds[:period])
         new = new._replace(design=new.design.but(rotary_layers=rotary_layers))
-    if len(set(places)) > 1:
+    if not isinstance(spec.design.norm_place, str):
         norm_place = tuple(place for *_, place in kinds[:period])
         new = new._replace(design=new.design.but(norm_place=norm_place))
     for layer in layers:

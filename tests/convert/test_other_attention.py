@@ -89,6 +89,14 @@ def test_layers_without_rotary_positions_stay_so():
     np.testing.assert_allclose(logits(new, changed), logits(spec, params), atol=2e-4)
 
 
+def test_one_place_of_norms_in_a_sequence_is_that_of_all_layers():
+    """As of an OLMo Hybrid without recurrences."""
+    spec, params = dense_model(design=designs.Design(norm="rms", norm_place=("output",)))
+    new, changed = other_attention.replaced(spec, params, other_attention.op_of(WHOLE["moba"]), [1])
+    assert new.design.norm_place == ("output",) * 4
+    assert jax.tree.structure(new.shapes()) == jax.tree.structure(changed)
+
+
 def test_a_shared_projection_is_the_mean_of_both():
     spec, params = dense_model(n_layers=2, attention_bias=True)
     op = other_attention.op_of("lsh(chunk_len=16)")
