@@ -86,7 +86,7 @@ def test_the_loss_falls_as_in_bfloat16(constructor):
 
 
 @SLOW
-def test_a_batch_in_parts_has_their_mean():
+def test_a_batch_in_parts_has_their_largest_numbers():
     model = TransformerLM(**SMALL)
     (whole, _), (parts, _) = trained(model, 1), trained(model, 1, accumulate=2)
     for name, seen in histories(parts.params).items():
