@@ -218,7 +218,7 @@ def long_model(sizes: dict[str, int], far: str) -> tuple[models.LanguageModel, A
 
 
 def long_prompt(sizes: dict[str, int], n: int, mesh: Mesh | None, far: str) -> list[float]:
-    """Bytes of the caches on a device, seconds of the prompt, and of a step behind it."""
+    """Bytes of the caches on a device, seconds of the prompt, and of a step after it."""
     model, params = long_model(sizes, far)
     text, n_new = np.random.default_rng(0).integers(0, VOCAB_SIZE, n), sizes["n_new"]
     where = dict(mesh=mesh, divide_caches=mesh is not None)

@@ -19,7 +19,7 @@ LEFT, TURN = 3.35, 2 * np.pi / BUCKETS
 
 
 class Found(NamedTuple):
-    """What is drawn: of the keys, and of one query behind them.
+    """What is drawn: of the keys, and of one query after them.
 
     Attributes:
       keys: vectors.

@@ -57,7 +57,7 @@ _HASH = "--hash=sha256:"
 
 
 class Sources(NamedTuple):
-    """The sources of packages behind each other; where each file and each package begins."""
+    """The sources of packages one after another; where each file and each package begins."""
 
     data: bytes
     begins: Int64[np.ndarray, " d"]
