@@ -144,7 +144,7 @@ class FeedForward(Layer):
             params |= {f"b{i}": jnp.zeros(shape[1]) for i, shape in sizes.items()}
         if self._norm is not None:
             params["output_norm"] = self._norm.init_params(None, (d_model,))
-        if self.float8 and self.amax_history:
+        if self.amax_history:
             seen = {f"w{i}": float8.history(self.amax_history) for i in sizes}
             params[float8.HISTORY] = seen
         return params

@@ -195,13 +195,6 @@ def _scaled_in(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.bfloat16)
 
 
-def product(
-    x: Float[Array, "*d K"], w: Float[Array, "K N"], seen: Buffer | None = None
-) -> Float[Array, "*d N"]:
-    """`products` with one matrix."""
-    return products(x, [w], None if seen is None else [seen])[0]
-
-
 def products(
     x: Float[Array, "*d K"],
     matrices: Sequence[Float[Array, "K _"]],
@@ -236,25 +229,24 @@ def named_products(
 
 @jax.custom_vjp
 def _products(x, matrices, seen):
-    of_x = quantize(x, E4M3, rows_of(seen[0])[0])
-    weights = [
-        quantize(w, E4M3, rows_of(own)[1], rows=False, columns=True)
-        for w, own in zip(matrices, seen, strict=True)
-    ]
-    return [
-        contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
-    ]
+    return _outputs(x, matrices, seen, with_gradient=False)[0]
 
 
-def _forward(x, matrices, seen):
-    of_x = quantize(x, E4M3, rows_of(seen[0])[0], columns=True)
+def _outputs(x, matrices, seen, with_gradient: bool):
+    """The products, and their operands: `with_gradient` also as the backward pass reads them."""
+    of_x = quantize(x, E4M3, rows_of(seen[0])[0], columns=with_gradient)
     weights = [
-        quantize(w, E4M3, rows_of(own)[1], columns=True)
+        quantize(w, E4M3, rows_of(own)[1], rows=with_gradient, columns=True)
         for w, own in zip(matrices, seen, strict=True)
     ]
     outs = [
         contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
     ]
+    return outs, of_x, weights
+
+
+def _forward(x, matrices, seen):
+    outs, of_x, weights = _outputs(x, matrices, seen, with_gradient=True)
     like = [jnp.zeros(0, w.dtype) for w in matrices]
     kept = [w._replace(columns=None) for w in weights]
     return outs, (of_x._replace(rows=None), kept, like, seen)

@@ -275,7 +275,7 @@ class MultiHead(Layer):
         if self.output_norm:
             params["output_norm"] = self._norm.init_params(None, (d_model,))
         params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
-        if self.float8 and self.amax_history:
+        if self.amax_history:
             names = *self.projections(), "o"
             params[float8.HISTORY] = {x: float8.history(self.amax_history) for x in names}
         return params

@@ -361,6 +361,7 @@ def muon(
       no_decay: as in `adamw`.
       width, base_width: the model's `d_model`, and that of a smaller model whose rates these are;
         None: they are this one's. See `rates_by_width`. The record has them as they are given.
+        Weight decay, which a rate multiplies, falls with it.
 
     Raises:
       SettingError: no trained parameter's name has `matrices` in it, when the state is made; or one
@@ -385,10 +386,11 @@ def muon(
         )
         adam_rate = rate if adam_rate is None else adam_rate
         transforms = {"muon": by_muon, "adam": optax.adamw(adam_rate, b1, b2, eps, **decays)}
-        adam_rate = _times(of_readout, adam_rate)
-        transforms["readout"] = optax.adamw(adam_rate, b1, b2, eps, **decays)
-        groups = functools.partial(_groups, matrices, READOUTS if width else ())
-        return optax.partition(transforms, groups)
+        readouts = READOUTS if width else ()
+        if readouts:  # a group without parameters would be in checkpoints
+            adam_rate = _times(of_readout, adam_rate)
+            transforms["readout"] = optax.adamw(adam_rate, b1, b2, eps, **decays)
+        return optax.partition(transforms, functools.partial(_groups, matrices, readouts))
 
     others = () if adam_learning_rate is None else (adam_learning_rate,)
     return _optimizer(learning_rate, clip, of_rates, *others)

@@ -12,18 +12,11 @@ from reformax.ops import performer
 from reformax.training import mesh, optimizer, step
 from tests.layers import plain
 from tests.ops.toys import counting
+from tests.training.stacks import STACKS
 
 SMALL = dict(
     vocab_size=7, d_model=8, d_ff=12, n_heads=2, n_layers=4, dropout=0.0, attention_type=counting()
 )
-MODELS = {
-    "residual": (TransformerLM, {}),
-    "remat": (TransformerLM, dict(remat_policy="nothing")),
-    "reversible": (ReformerLM, {}),
-    "exact": (ReformerLM, dict(exact=True)),
-    "slots": (ReformerLM, dict(n_slots=8)),
-    "kept": (ReformerLM, dict(remat_policy="all", scan_layers=False)),
-}
 TOKENS = np.random.default_rng(0).integers(1, 7, (4, 9), np.int32)
 
 
@@ -32,9 +25,9 @@ def counts(tree):
     return tree["stack"]["block_0"]["attention"]["op"]["count"].value
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", STACKS)
 def test_the_change_arrives(name):
-    constructor, options = MODELS[name]
+    constructor, options = STACKS[name]
     model = constructor(**SMALL, **options)
     params = plain.init(model, TOKENS.shape)
 

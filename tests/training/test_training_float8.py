@@ -14,20 +14,13 @@ from reformax.training import checkpoint, loop, mesh, optimizer, starting_weight
 from reformax.training.step import TrainState
 from tests.helpers import assert_trees_equal
 from tests.training import worker
+from tests.training.stacks import STACKS
 
 SMALL = dict(
     vocab_size=7, d_model=8, d_ff=12, n_heads=2, n_layers=4, dropout=0.0,
     attention_type=flash.flash(), dtype="float8", amax_history=2,
 )  # fmt: skip
-MODELS = {
-    "residual": (TransformerLM, {}),
-    "remat": (TransformerLM, dict(remat_policy="nothing")),
-    "reversible": (ReformerLM, {}),
-    "exact": (ReformerLM, dict(exact=True)),
-    "slots": (ReformerLM, dict(n_slots=8)),
-    "chunks": (ReformerLM, dict(ff_chunk_size=4)),
-    "kept": (ReformerLM, dict(remat_policy="all", scan_layers=False)),
-}
+MODELS = STACKS | {"chunks": (ReformerLM, dict(ff_chunk_size=4))}
 TOKENS = np.random.default_rng(0).integers(1, 7, (4, 9), np.int32)
 BATCH = TOKENS, TOKENS, np.ones(TOKENS.shape, np.float32)
 KEY = jax.random.key(0)

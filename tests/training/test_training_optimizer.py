@@ -321,6 +321,15 @@ def test_the_readout_of_a_model_is_its_matrix_of_logits_or_the_tied_embedding(ti
     assert [name for name, x in found.items() if x == "readout"] == [readout]
 
 
+@pytest.mark.parametrize("widths, n_groups", [({}, 2), (dict(width=16, base_width=16), 3)])
+def test_only_a_width_gives_the_readout_a_group_in_checkpoints(widths, n_groups):
+    params, _, _ = of_width(16, tied=False)
+    state = optimizer.muon(**widths).init(params)
+    is_partition = lambda x: isinstance(x, optax.transforms.PartitionState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_partition) if is_partition(x)]
+    assert [len(x.inner_states) for x in found] == [n_groups]
+
+
 def test_one_of_two_widths_is_refused():
     with pytest.raises(SettingError, match="width is 64 and base_width is None: give both") as e:
         optimizer.muon(width=64)

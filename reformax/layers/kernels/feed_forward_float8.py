@@ -51,24 +51,29 @@ def apply(
     weights: Weights,
 ) -> Float[Array, "R D"]:
     """`dropout(activation(x @ w1 + bias)) @ w2`; `inputs.pre` is None."""
+    return _output(options, x, inputs, weights, with_gradient=False)[0]
+
+
+def _output(options, x, inputs, weights, with_gradient: bool):
+    """The layer, and what it multiplied: `with_gradient` also as the backward pass reads it."""
     float8.check_device()
     x, inputs, weights = first_order((x, inputs, weights))
-    of_x = float8.quantize(x, E4M3, weights.seen1[0])
-    w1, w2 = _rounded(weights, rows=False)
+    of_x = float8.quantize(x, E4M3, weights.seen1[0], columns=with_gradient)
+    pairs = (weights.w1, weights.seen1), (weights.w2, weights.seen2)
+    w1, w2 = (
+        float8.quantize(w, E4M3, seen[1], rows=with_gradient, columns=True) for w, seen in pairs
+    )
     inputs = inputs._replace(pre=float8.contract(of_x, w1, x.dtype))
-    return float8.contract(_forward_hidden(inputs, weights, options), w2, x.dtype)
+    hidden = _forward_hidden(inputs, weights, options)
+    rounded = weights._replace(w1=w1, w2=w2)
+    return float8.contract(hidden, w2, x.dtype), of_x, inputs, rounded, hidden
 
 
 def _forward(options, x, inputs, weights):
-    float8.check_device()
-    x, inputs, weights = first_order((x, inputs, weights))
-    of_x = float8.quantize(x, E4M3, weights.seen1[0], columns=True)
-    w1, w2 = _rounded(weights, rows=True)
-    inputs = inputs._replace(pre=float8.contract(of_x, w1, x.dtype))
-    hidden = _forward_hidden(inputs, weights, options)
-    out = float8.contract(hidden, w2, x.dtype)
-    kept = weights._replace(w1=w1._replace(columns=None), w2=w2._replace(columns=None))
+    out, of_x, inputs, rounded, hidden = _output(options, x, inputs, weights, with_gradient=True)
+    w1, w2 = (w._replace(columns=None) for w in (rounded.w1, rounded.w2))
     like = [jnp.zeros(0, w.dtype) for w in (weights.w1, weights.w2)]
+    kept = rounded._replace(w1=w1, w2=w2)
     return out, (of_x._replace(rows=None), inputs, kept, hidden._replace(rows=None), like)
 
 
@@ -89,12 +94,6 @@ def _backward(options, residuals, d_out):
 
 
 apply.defvjp(_forward, _backward)
-
-
-def _rounded(weights: Weights, rows: bool) -> tuple[Quantized, Quantized]:
-    pairs = (weights.w1, weights.seen1), (weights.w2, weights.seen2)
-    w1, w2 = (float8.quantize(w, E4M3, seen[1], rows=rows, columns=True) for w, seen in pairs)
-    return w1, w2
 
 
 def _grid(inputs: FeedForwardInputs, sizes: tuple[int, int, int]) -> tuple[int, int, int]:

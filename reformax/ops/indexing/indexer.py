@@ -23,7 +23,6 @@ from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
     QueryChunk,
-    without_repeats,
 )
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
@@ -412,7 +411,7 @@ class Indexer(Options):
             allowed = rule.allows(Side(position[:, None, None]), key)
             return best_of(scores(self.score, x.queries, cache.keys), allowed, n_best)[:, 0]
         found = self.candidates.of_newest(cache.found, held, chunk)
-        found = without_repeats(found) if self.candidates.repeats else found
+        found = self.candidates.in_order(found)
         return best_candidates(rule, n_best, held, chunk, found)[:, 0]
 
     def _best(
@@ -456,7 +455,7 @@ class Indexer(Options):
         def of_chunk(vectors, weights, position, ids, *found):
             chunk = QueryChunk(IndexQueries(vectors, weights), position, ids)
             found = found[0] if found else self.candidates.of(prepared, keys, chunk)
-            found = without_repeats(found) if self.candidates.repeats else found
+            found = self.candidates.in_order(found)
             return best_candidates(rule, n_best, keys, chunk, found, choose)
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
@@ -483,14 +482,13 @@ def best_candidates(
     n_best: int,
     keys: IndexedKeys,
     queries: QueryChunk,
-    candidates: Int[Array, "B Q M"],
+    position: Int[Array, "B Q M"],
     choose: Callable[[IndexQueries, Array], Array] | None = None,
 ) -> Int[Array, "B Q K"]:
     """The best of each query's candidates, by kernels that `choose` or in array operations.
 
-    Candidates are in order, each once; -1 is none.
+    Their positions are in order, each once; -1 is none.
     """
-    position = candidates
     at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
     exists = (position >= 0) & (position < keys.keys.shape[1])
     key = Side(position, gathered(keys.ids, at), exists=exists)

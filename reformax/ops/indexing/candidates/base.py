@@ -101,6 +101,10 @@ class Candidates(Options):
         """`of` for one query a row."""
         raise NotImplementedError
 
+    def in_order(self, found: Int[Array, "B Q M"]) -> Int[Array, "B Q M"]:
+        """What `of`, `of_all` or `of_newest` found, in order and each position once."""
+        return without_repeats(found) if self.repeats else found
+
 
 def without_repeats(position: Int[Array, "*d M"]) -> Int[Array, "*d M"]:
     """The positions in order, with -1 for each that was there before."""
