@@ -310,7 +310,7 @@ def test_fp8_products_and_their_histories_are_those_of_one_device(monkeypatch, s
     params = layer.init_params(KEY, x.shape)
 
     def loss_of(x, w, seen, params):
-        y = float8.product(x, w, seen)
+        (y,) = float8.products(x, [w], [seen])
         return jnp.sum(jnp.sin(layer.apply(params, y).astype(jnp.float32)))
 
     @jax.jit
