@@ -344,12 +344,8 @@ def algorithm_of(op: Op) -> AttentionOp:
 
 def rotating_of(spec: Spec) -> list[bool]:
     """Whether each layer of the cycle rotates queries and keys."""
-    kind = spec.arguments["pos_type"]
-    chosen = spec.design.rotary_layers or [True] * len(spec.attention)
-    rotates = [
-        kind == "rotary" or (kind == ROTARY[1] and algorithm_of(op).local) for op in spec.attention
-    ]
-    return [x and y for x, y in zip(chosen, rotates, strict=True)]
+    ops = [algorithm_of(op) for op in spec.attention]
+    return spec.design.rotating(spec.arguments["pos_type"], ops)
 
 
 def _canonical(angles: RotaryAngles) -> RotaryAngles:
