@@ -20,10 +20,10 @@ from reformax.layers.multi_head import (
     PLAN,
     QKV,
     ConvSize,
-    MultiHead,
     fold_in,
     gated,
 )
+from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.masking.masks import int32_ids, tokens_of
@@ -31,22 +31,16 @@ from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.recurrence import short_convolution
 
 
-class KeyConvCache(NamedTuple):
-    """The cache of a layer with `key_conv`."""
+class AttentionCache(NamedTuple):
+    """The cache of a layer."""
 
-    layer: Any  # the cache of the layer without `key_conv`
-    last: Float[Array, "B W-1 G H"]  # the last keys before the convolution
-
-
-class NextValueCache(NamedTuple):
-    """The cache of a layer with `next_value`."""
-
-    op: Any  # the algorithm's cache
-    last: Float[Array, "B 1 N V"]  # the newest position's value, without the next one in it
+    op: Any  # the algorithm's
+    last_keys: Float[Array, "B W-1 G H"] | None  # before the convolution, with `key_conv`
+    last_value: Float[Array, "B 1 N V"] | None  # without the next one in it, with `next_value`
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class Attention(MultiHead):
+class Attention(PlannedAttention):
     """Self-attention, `[B, T, D] -> [B, T, D]`. Weights and more arguments: see `MultiHead`.
 
     **Shifted values: `next_value`.** With this option the value of key s is
@@ -274,9 +268,8 @@ class Attention(MultiHead):
             )
 
         def attend(qkv, state, segment_ids, params):
-            *arrays, extra_projections, _ = qkv
-            options = dict(segment_ids=segment_ids, extra_projections=extra_projections)
-            return self.op.apply_from(params, *arrays, state, **options)
+            options = dict(segment_ids=segment_ids, extra_projections=qkv.extra_projections)
+            return self.op.apply_from(params, *qkv.arrays, state, **options)
 
         return devices.by_rows(attend, (qkv, state, segment_ids), (params["op"],))
 
@@ -332,21 +325,24 @@ class Attention(MultiHead):
             plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
         def fill(qkv, plan, lengths, params, rng):
-            *arrays, extra_projections, _ = qkv
-            options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
-            return self.op.init_cache(
-                params, *arrays, extra_projections=extra_projections, **options
-            )
+            return self._init_cache(params, qkv, plan, lengths, capacity, rng)
 
         weights = params["op"], fold_in(rng, PLAN)
-        cache = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
+        of_op = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
+        last_keys = last_value = None
+        if self.key_conv:
+            last_keys = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
         if self.next_value:
             last = jnp.take_along_axis(unshifted.v, (lengths - 1)[:, None, None, None], axis=1)
-            cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
-        if self.key_conv:
-            last = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
-            cache = KeyConvCache(cache, last)
+            last_value = _of_channels(params, last.dtype)[0] * last
+        cache = AttentionCache(of_op, last_keys, last_value)
         return self.attend(params, qkv, plan, rng=rng), cache, plan
+
+    def _init_cache(self, params, qkv: QKV, plan, lengths, capacity: int, rng) -> Any:
+        """The algorithm's cache of prompts, with its weights."""
+        options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
+        options |= dict(extra_projections=qkv.extra_projections)
+        return self.op.init_cache(params, *qkv.arrays, **options)
 
     def _check_decodes(self) -> None:
         """Raises `Unsupported` or `ValueError` for a layer that cannot decode."""
@@ -379,25 +375,18 @@ class Attention(MultiHead):
         if self.op.divides_cache:  # each device has as many positions
             capacity += -capacity % devices.n_sequence_shards()
 
-        *arrays, extra_projections, _ = qkv
         no_tokens, rng, plan = jnp.zeros(batch, jnp.int32), fold_in(rng, PLAN), None
         if not self.op.reuses:
-            both = self.op.of_value_heads(*arrays)
+            both = self.op.of_value_heads(*qkv.arrays)
             masks = dict(segment_ids=no_tokens[:, None], causal=True, train=False)
             plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
-        options = dict(plan=plan, lengths=no_tokens, capacity=capacity, rng=rng)
-        cache = self.op.init_cache(
-            params["op"], *arrays, extra_projections=extra_projections, **options
-        )
-        cache = context.placed_cache(self.op, cache)
-        if self.next_value:
-            cache = NextValueCache(cache, qkv.v)
+        of_op = self._init_cache(params["op"], qkv, plan, no_tokens, capacity, rng)
+        last_keys = None
         if self.key_conv:
-            keys = heads[self._keys]
-            cache = KeyConvCache(
-                cache, jnp.zeros((batch, self.key_conv - 1, *keys.shape[2:]), dtype)
-            )
-        return cache
+            shape = batch, self.key_conv - 1, *heads[self._keys].shape[2:]
+            last_keys = jnp.zeros(shape, dtype)
+        last_value = qkv.v if self.next_value else None
+        return AttentionCache(context.placed_cache(self.op, of_op), last_keys, last_value)
 
     def read_on(
         self,
@@ -425,40 +414,38 @@ class Attention(MultiHead):
           it, otherwise ().
         """
         heads, index = self._project_all(params, x), jnp.arange(x.shape[1])[None]
+        last_keys = last_value = value = None
         if self.key_conv:
-            cache, last = cache
-            joined = jnp.concatenate([last, heads[self._keys]], axis=1)
-            keys = short_convolution.of_keys(joined, params["key_conv"])[:, last.shape[1] :]
-            last = short_convolution.last_of(joined, self.key_conv, lengths + last.shape[1])
+            before = cache.last_keys
+            joined = jnp.concatenate([before, heads[self._keys]], axis=1)
+            keys = short_convolution.of_keys(joined, params["key_conv"])[:, before.shape[1] :]
+            n_last = lengths + before.shape[1]
+            last_keys = short_convolution.last_of(joined, self.key_conv, n_last)
             heads = heads | {self._keys: keys}
         at = position[:, None] + jnp.minimum(index, lengths[:, None] - 1)
         unshifted = self._rotate(params, heads, at)
-        qkv, value = self._with_next_value(params, unshifted), None
+        qkv = self._with_next_value(params, unshifted)
         if self.next_value:
             current, following = _of_channels(params, qkv.v.dtype)
             is_read = (lengths > 0)[:, None, None, None]
-            cache, before = cache
-            value = before + jnp.where(is_read, following * unshifted.v[:, :1], 0)
+            value = cache.last_value + jnp.where(is_read, following * unshifted.v[:, :1], 0)
             last_index = jnp.maximum(lengths - 1, 0)[:, None, None, None]
             newest = current * jnp.take_along_axis(unshifted.v, last_index, axis=1)
-            newest = jnp.where(is_read, newest, before)
+            last_value = jnp.where(is_read, newest, cache.last_value)
 
         def read(qkv, value, lengths, position, chosen, cache, params, shard):
-            *arrays, extra_projections, _ = qkv
-            options = dict(position=position, lengths=lengths, extra_projections=extra_projections)
-            options |= dict(shard=shard, chosen=None if isinstance(chosen, tuple) else chosen)
+            options = dict(position=position, lengths=lengths, shard=shard)
+            options |= dict(extra_projections=qkv.extra_projections)
+            options |= dict(chosen=None if isinstance(chosen, tuple) else chosen)
             if self.position_bias is not None:
                 options["bias"] = lambda q, k: self._bias_at(params, q, k)
             cache = self._with_value(cache, value, position, shard)
-            return self.op.read_on(params["op"], *arrays, cache, **options)
+            return self.op.read_on(params["op"], *qkv.arrays, cache, **options)
 
         rows = qkv.of_op, value, lengths, position, chosen
         weights = {name: params[name] for name in ("op", "position_bias") if name in params}
-        out, cache, choices = context.from_cache(read, self.op, rows, cache, weights)
-        if self.next_value:
-            cache = NextValueCache(cache, newest)
-        if self.key_conv:
-            cache = KeyConvCache(cache, last)
+        out, of_op, choices = context.from_cache(read, self.op, rows, cache.op, weights)
+        cache = AttentionCache(of_op, last_keys, last_value)
         return self.combine(params, out, qkv.gate), cache, choices
 
     def _with_value(self, cache: Any, value, position, shard) -> Any:
@@ -491,41 +478,36 @@ class Attention(MultiHead):
           chosen: from `newest_choice` of the layer whose choice this one reuses.
         """
         heads = self._project_all(params, x)
+        last_keys = last_value = value = None
         if self.key_conv:
-            cache, last = cache
-            key, last = short_convolution.of_next_key(heads[self._keys], last, params["key_conv"])
+            of_keys = heads[self._keys], cache.last_keys, params["key_conv"]
+            key, last_keys = short_convolution.of_next_key(*of_keys)
             heads = heads | {self._keys: key}
-        qkv, value = self._rotate(params, heads, position[:, None]), None
+        qkv = self._rotate(params, heads, position[:, None])
         if self.next_value:
             # So far the newest key's value was without the next one.
             current, following = _of_channels(params, qkv.v.dtype)
-            value, cache = cache.last + following * qkv.v, cache.op
-            qkv = qkv._replace(v=current * qkv.v)
+            value, last_value = cache.last_value + following * qkv.v, current * qkv.v
+            qkv = qkv._replace(v=last_value)
 
         def step(qkv, value, position, origins, chosen, cache, params, shard):
-            *arrays, extra_projections, _ = qkv
-            options = dict(origins=origins, extra_projections=extra_projections, chosen=chosen)
+            options = dict(position=position, origins=origins, chosen=chosen, shard=shard)
+            options |= dict(extra_projections=qkv.extra_projections)
             if self.position_bias is not None:
                 now = position[:, None]
                 options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
             cache = self._with_value(cache, value, position, shard)
-            options |= dict(position=position, shard=shard)
-            return *self.op.step(params["op"], *arrays, cache, **options), ()
+            return *self.op.step(params["op"], *qkv.arrays, cache, **options), ()
 
         rows = qkv.of_op, value, position, origins if self._beams_share_caches else None, chosen
         read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        out, cache, _ = context.from_cache(step, self.op, rows, cache, read)
-        if self.next_value:
-            cache = NextValueCache(cache, qkv.v)
-        if self.key_conv:
-            cache = KeyConvCache(cache, last)
+        out, of_op, _ = context.from_cache(step, self.op, rows, cache.op, read)
+        cache = AttentionCache(of_op, last_keys, last_value)
         return self._output(params, gated(out, qkv.gate), added), cache
 
-    def newest_choice(self, cache: Any) -> Any:
+    def newest_choice(self, cache: AttentionCache) -> Any:
         """The keys that the newest query of each row chose, from a step's cache."""
-        for wrapped in (self.key_conv, self.next_value):
-            cache = cache[0] if wrapped else cache
-        return self.op.newest_choice(cache)
+        return self.op.newest_choice(cache.op)
 
     @property
     def _beams_share_caches(self) -> bool:

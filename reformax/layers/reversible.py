@@ -199,11 +199,11 @@ class ReversibleStack(BlockStack):
         parts = self._coupling.parts_before(streams)
         read = self._unnormed(params[f"{name}_norm"], self._coupling.read(parts))
         if self._on_grid:  # what is added is rounded before
-            out, other = sublayer(params[name], read, added=None)
-            return self._coupling.streams_after(parts.plus(self._residual(out))), other
+            out, *kept = sublayer(params[name], read, added=None)
+            return self._coupling.streams_after(parts.plus(self._residual(out))), tuple(kept)
         (stream,) = parts.written
-        out, other = sublayer(params[name], read, added=stream)
-        return self._coupling.streams_after(parts._replace(written=(out,))), other
+        out, *kept = sublayer(params[name], read, added=stream)
+        return self._coupling.streams_after(parts._replace(written=(out,))), tuple(kept)
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)

@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.buffers import Buffer
 from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields
-from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention
+from reformax.layers.base import Layer
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import NORMS, LayerNorm, NoNorm, NormName, NormPlace, norm_places
 from reformax.layers.matrices import Unnormed, computed
-from reformax.layers.multi_head import KEPT_MASS, MultiHead
+from reformax.layers.planned_attention import KEPT_MASS, PlannedAttention
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
@@ -47,7 +47,7 @@ class TransformerBlock(NamedTuple):
     cross_attention: CrossAttention | None = None
 
     @property
-    def attentions(self) -> dict[str, MultiHead]:
+    def attentions(self) -> dict[str, PlannedAttention]:
         """The attention sublayers in their order, by the names that their weights have."""
         both = {"attention": self.attention, "cross_attention": self.cross_attention}
         return {name: layer for name, layer in both.items() if layer is not None}
@@ -265,18 +265,15 @@ class BlockStack(Layer):
 
     def _decode(
         self, params, name: str, streams: tuple[Array, ...], sublayer: Callable
-    ) -> tuple[tuple[Array, ...], Any]:
-        """The streams after a sublayer.
+    ) -> tuple[tuple[Array, ...], tuple]:
+        """The streams after a sublayer, and what it returns besides its output.
 
         Args:
           params: the layer's weights.
           name: the sublayer's.
           streams: those before it.
-          sublayer: `(params, input, added=stream) -> (output, anything)`. The input is an array
-            or `Unnormed`, and the output is added to the stream unless that is None.
-
-        Returns:
-          The streams, and the sublayer's second output.
+          sublayer: `(params, input, added=stream) -> (output, *others)`. The input is an array or
+            `Unnormed`, and the output is added to the stream unless that is None.
         """
         raise NotImplementedError
 
@@ -293,14 +290,14 @@ class BlockStack(Layer):
           streams: those before it.
           repeat: its weights.
           sublayers_of: `(repeat, i, source) -> {name: sublayer}`, the sublayers of block `i` as
-            `_decode` takes them. That of attention returns `(output, (cache, *others))`, and
-            `source` is the second of the block whose plan block `i` reuses; None: it makes its own.
+            `_decode` takes them. That of attention returns `(output, cache, *others)`, and `source`
+            is `(cache, *others)` of the block whose plan block `i` reuses; None: it makes its own.
           divided: whether devices share the positions of the streams.
 
         Returns:
-          The streams, the cache of each block, and the second output of its cross-attention.
+          The streams, the cache of each block, and what its cross-attention returned.
         """
-        attention, memory_kv = [], []
+        attention, cross = [], []
         for i, source in enumerate(self._sources):
             p, found = repeat.params[f"block_{i}"], {}
             source = None if source is None else attention[source]
@@ -309,8 +306,8 @@ class BlockStack(Layer):
             if divided:
                 streams = tuple(map(devices.over_sequence, streams))
             attention.append(found["attention"])
-            memory_kv.append(found.get("cross_attention"))
-        return streams, (tuple(cache for cache, *_ in attention), tuple(memory_kv))
+            cross.append(found.get("cross_attention"))
+        return streams, (tuple(cache for cache, *_ in attention), tuple(cross))
 
     def _decode_all(
         self, params, streams: Sequence[Array], sublayers_of: Callable, divided: bool = False
@@ -365,25 +362,19 @@ class BlockStack(Layer):
         """
 
         def sublayers(repeat: Repeat, i: int, source):
-            block, rngs = self.blocks[i], self._rngs(rng, repeat, i)
-            attend = functools.partial(
-                block.attention.prefill,
-                lengths=lengths,
-                capacity=capacity,
-                rng=rngs["attention"],
-                plan=None if source is None else source[1],
-            )
-            found = {"attention": _unfused(_in_tuple(attend))}
-            if not self._cross:
-                return found | {"feed_forward": _unfused(_without_cache(block.feed_forward.apply))}
+            attention, feed_forward, cross = self.blocks[i]
+            rngs = self._rngs(rng, repeat, i)
+            options = lengths, capacity, rngs["attention"], None if source is None else source[1]
+            found = {"attention": _unfused(lambda p, x: attention.prefill(p, x, *options))}
+            if not cross:
+                return found | {"feed_forward": _unfused(lambda p, x: (feed_forward.apply(p, x),))}
 
-            def cross(p, h, added):
-                layer, rng = block.cross_attention, rngs["cross_attention"]
-                memory_kv = layer.precompute_kv(p, memory, self.dtype, rng)
-                return layer.step(p, h, memory_kv, memory_segment_ids, added), memory_kv
+            def attend_to_memory(p, x, added):
+                memory_kv = cross.precompute_kv(p, memory, self.dtype, rngs["cross_attention"])
+                return cross.step(p, x, memory_kv, memory_segment_ids, added), *memory_kv
 
-            feed_forward = _without_cache(block.feed_forward.step)
-            return found | {"cross_attention": cross, "feed_forward": feed_forward}
+            found["cross_attention"] = attend_to_memory
+            return found | {"feed_forward": lambda p, x, added: (feed_forward.step(p, x, added),)}
 
         if self._cross:
             return self._decode_all(params, streams, sublayers)
@@ -419,17 +410,12 @@ class BlockStack(Layer):
         """
 
         def sublayers(repeat: Repeat, i: int, source):
-            block = self.blocks[i]
-            attend = functools.partial(
-                block.attention.read_on,
-                lengths=lengths,
-                position=position,
-                cache=caches[repeat.index][i],
-                chosen=() if source is None else source[1],
-            )
+            attention, feed_forward, _ = self.blocks[i]
+            chosen = () if source is None else source[1]
+            options = lengths, position, caches[repeat.index][i], chosen
             return {
-                "attention": _unfused(_in_tuple(attend)),
-                "feed_forward": _unfused(_without_cache(block.feed_forward.apply)),
+                "attention": _unfused(lambda p, x: attention.read_on(p, x, *options)),
+                "feed_forward": _unfused(lambda p, x: (feed_forward.apply(p, x),)),
             }
 
         params = map(devices.gathered, self._unstack(params))
@@ -452,25 +438,17 @@ class BlockStack(Layer):
         """
 
         def sublayers(repeat: Repeat, i: int, source):
-            block, chosen = self.blocks[i], None
+            (attention, feed_forward, cross), chosen = self.blocks[i], None
             if source is not None:
                 chosen = self.blocks[self._sources[i]].attention.newest_choice(*source)
-            attend = functools.partial(
-                block.attention.step,
-                cache=caches[repeat.index][i],
-                position=position,
-                origins=origins,
-                chosen=chosen,
-            )
-            found = {"attention": _in_tuple(attend)}
-            if self._cross:
-                cross = functools.partial(
-                    block.cross_attention.step,
-                    memory_kv=memory_kv[repeat.index][i],
-                    memory_segment_ids=memory_segment_ids,
+            options = caches[repeat.index][i], position, origins
+            found = {"attention": lambda p, x, added: attention.step(p, x, *options, added, chosen)}
+            if cross:
+                of_memory = memory_kv[repeat.index][i], memory_segment_ids
+                found["cross_attention"] = lambda p, x, added: (
+                    cross.step(p, x, *of_memory, added),
                 )
-                found["cross_attention"] = _without_cache(cross)
-            return found | {"feed_forward": _without_cache(block.feed_forward.step)}
+            return found | {"feed_forward": lambda p, x, added: (feed_forward.step(p, x, added),)}
 
         return self._decode_all(params, streams, sublayers)[:2]
 
@@ -492,26 +470,11 @@ class BlockStack(Layer):
         )
 
 
-def _without_cache(sublayer: Callable) -> Callable:
-    """A sublayer that returns its output only, for `BlockStack._decode`."""
-    return lambda params, x, **added: (sublayer(params, x, **added), None)
-
-
-def _in_tuple(sublayer: Callable) -> Callable:
-    """A sublayer that returns several values, for `_decode`: all but the first as one."""
-
-    def run(params, x, **added):
-        out, *others = sublayer(params, x, **added)
-        return out, tuple(others)
-
-    return run
-
-
 def _unfused(sublayer: Callable) -> Callable:
-    """A sublayer whose products neither compute a norm nor add to a stream, for `_decode`."""
+    """A sublayer for `_decode` whose products neither compute a norm nor add to a stream."""
 
     def run(params, x, added):
-        out, other = sublayer(params, computed(x))
-        return out if added is None else added + out.astype(added.dtype), other
+        out, *others = sublayer(params, computed(x))
+        return out if added is None else added + out.astype(added.dtype), *others
 
     return run

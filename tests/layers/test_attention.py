@@ -362,9 +362,9 @@ def test_a_key_brings_the_next_value(op):
 
     cache = plain.assert_decodes(layer, params, x, lengths, whole, RNG)
     # Beams that go on from one parent have different values there, so their caches are separate.
-    np.testing.assert_array_equal(
-        layer.reorder_cache(cache, np.array([1, 1])).last, cache.last[np.array([1, 1])]
-    )
+    second = np.array([1, 1])
+    reordered = layer.reorder_cache(cache, second)
+    np.testing.assert_array_equal(reordered.last_value, cache.last_value[second])
 
 
 def test_what_cannot_decode():
