@@ -274,7 +274,7 @@ def read(
 
 def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
     """The most tokens of texts that go on from what was read; 0: any number."""
-    if texts.room or max_length is not None or not getattr(model, "carries_state", False):
+    if texts.room or max_length is not None or not model.carries_state:
         return texts.room or capacity
     return 0
 
@@ -292,7 +292,7 @@ class _Reading(NamedTuple):
 def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, n_row_shards, piece) -> _Reading:
     longest, divided = max(map(len, texts.rows)), parts_of(mesh)
     piece = piece and int(piece)
-    if piece is None and longest > PIECE and getattr(model, "reads_ahead", False):
+    if piece is None and longest > PIECE and model.reads_ahead:
         piece = PIECE
     if divided > 1:
         size = piece or min(PIECE, rounded(longest + 1))
@@ -323,7 +323,7 @@ def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
 
 def _check_angles(model, texts: Resumed, n_new: int, reading: _Reading) -> None:
     """Raises `SettingError` for a text on whose way all earlier keys would rotate otherwise."""
-    border = getattr(model, "angles_change_after", None)
+    border = model.angles_change_after
     if border is None:
         return
     for n_before, n in zip(texts.n_before, texts.n_each, strict=True):
