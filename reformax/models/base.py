@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import (
@@ -23,7 +21,6 @@ from reformax.declared import (
     SettingError,
     Size,
     check_fields,
-    shown,
 )
 from reformax.layers import (
     Attention,
@@ -428,39 +425,3 @@ def _kept(model: Residual | Reversible) -> dict[str, Any]:
 def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:
     """The algorithms of a cycle of layers; a single one is a cycle of one."""
     return [ops] if isinstance(ops, AttentionOp) else ops
-
-
-def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
-    """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
-    if not hasattr(tokens, "dtype"):
-        raise ValueError(
-            f"{name} is {shown(tokens)}: expected an array of integers [batch, length]"
-        )
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
-            "[batch, length]"
-        )
-    if segment_ids is not None and np.shape(segment_ids) != tokens.shape:
-        raise ValueError(
-            f"segment_ids has shape {np.shape(segment_ids)}: expected that of {name}, "
-            f"{tokens.shape}"
-        )
-
-
-def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:
-    """Raises a `ValueError` for the weights of a model of other sizes."""
-    if params[name].shape != (vocab_size, d_model):
-        raise ValueError(
-            f"params[{name!r}] has shape {params[name].shape}: expected [vocab_size, d_model], "
-            f"{(vocab_size, d_model)}"
-        )
-
-
-def check_capacity(capacity: int, max_length: int | None) -> None:
-    """Raises a `ValueError` if decoding asks for more positions than the model's hold."""
-    if max_length is not None and capacity > max_length:
-        raise SettingError(
-            f"capacity is {capacity}: expected at most {max_length}, which is what the model's "
-            "positions hold"
-        )

@@ -54,26 +54,42 @@ class Readers(NamedTuple):
     """The algorithms that read a setting."""
 
     are: Callable[[AttentionOp], bool]
-    words: str  # of what they do
-    example: str
+    do: str
+    one: str  # how an error asks for one
 
 
-_RECURRENT = Readers(lambda op: op.carries_state, "is a recurrence", "gated_delta.gated_delta()")
-_WEIGHING = Readers(lambda op: op.dropout, "makes attention weights", "flash.flash()")
-_FAR = Readers(weighs_far, "makes attention weights of more than a window", "flash.flash()")
+_RECURRENT = Readers(
+    lambda op: op.carries_state, "is a recurrence", "one, such as gated_delta.gated_delta()"
+)
+_WEIGHING = Readers(
+    lambda op: op.dropout, "makes attention weights", "one that does, such as flash.flash()"
+)
 READERS = {
-    "n_kv_heads": Readers(lambda op: not op.shared_qk, "projects keys", "dense.dense()"),
-    "n_qk_heads": Readers(lambda op: op.more_value_heads, "projects keys", "kda.kda()"),
-    "pos_type": Readers(lambda op: op.bias, "adds a bias", "flash.flash()"),
+    "n_kv_heads": Readers(
+        lambda op: not op.shared_qk, "projects keys", "one that does, such as dense.dense()"
+    ),
+    "n_qk_heads": Readers(
+        lambda op: op.more_value_heads, "projects keys", "one that does, such as kda.kda()"
+    ),
+    "pos_type": Readers(
+        lambda op: op.bias, "adds a bias", "one whose bias is True, such as flash.flash()"
+    ),
     "next_value": Readers(
         lambda op: op.never_sees_itself,
         "hides a position from itself",
-        "lsh.lsh(attend_self_if_alone=False)",
+        "one that does, such as lsh.lsh(attend_self_if_alone=False)",
     ),
-    "attention_gate": Readers(lambda op: not op.gated, "lacks a gate", "flash.flash()"),
-    "rotary_local_base": Readers(lambda op: op.local, "is local", "local.local(window=64)"),
+    "attention_gate": Readers(
+        lambda op: not op.gated, "lacks a gate", "one whose gated is False, such as flash.flash()"
+    ),
+    "rotary_local_base": Readers(
+        lambda op: op.local, "is local", "one, such as local.local(window=64)"
+    ),
     **dict.fromkeys(("soft_cap", "qk_norm", "attention_scale"), _WEIGHING),
-    **dict.fromkeys(("scale_by_length", "key_conv"), _FAR),
+    **dict.fromkeys(
+        ("scale_by_length", "key_conv"),
+        _WEIGHING._replace(are=weighs_far, do="makes attention weights of more than a window"),
+    ),
     **{f"recurrent_{size}": _RECURRENT for size in ("heads", "qk_heads", "d_key", "d_value")},
 }
 
@@ -82,15 +98,17 @@ def check_read(settings: Mapping[str, Any], argument: str, ops: Sequence[Attenti
     """Raises `SettingError` for a setting that none of a model's algorithms reads.
 
     Args:
-      settings: values by their names; None, 0 and False are not set.
+      settings: values by their names; None and False are not set.
       argument: the model's, or several, that the algorithms are from.
       ops: the algorithms.
     """
     for name, readers in READERS.items():
-        if settings.get(name) and not any(map(readers.are, ops)):
+        value = settings.get(name)
+        if value and not any(map(readers.are, ops)):
+            without = f"set {name}=False" if value is True else "leave it out"
             raise SettingError(
-                f"{name} is {settings[name]!r} and no op of {argument} {readers.words}: leave it "
-                f"out, or give one, such as {readers.example}"
+                f"{name} is {value!r} and no op of {argument} {readers.do}: {without}, or give "
+                f"{readers.one}"
             )
 
 

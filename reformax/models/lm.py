@@ -16,15 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Unsupported
+from reformax.models.arguments import check_capacity, check_embedding, check_tokens
 from reformax.models.backbone import Backbone
-from reformax.models.base import (
-    AttentionType,
-    Residual,
-    Reversible,
-    check_capacity,
-    check_embedding,
-    check_tokens,
-)
+from reformax.models.base import AttentionType, Residual, Reversible
 from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh

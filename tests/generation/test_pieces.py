@@ -29,6 +29,7 @@ CYCLES = {
     "slots": dict(op=(OPS["linear"], ALONE), kind=ReformerLM, n_slots=3, next_value=True),
     "chosen": dict(op=(moba.moba(block_size=4), NSA), design=Design(key_conv=3)),
     "reused": dict(op=(dsa.dsa(top_k=5), dsa.dsa(top_k=5, reuse=True))),
+    "recurrences": dict(op=tuple(OPS.values()), n_layers=6),
     "bias": dict(op=(dense.dense(), dense.dense()), pos_type="alibi"),
     "post": dict(op=(kda.kda(chunk_len=4), dense.dense()), post_norm=True, pos_type="sinusoidal"),
     "summaries": dict(op=(csa.csa(block_size=2, window=4), dense.dense())),
