@@ -72,8 +72,8 @@ class ResidualStack(BlockStack):
         self._check_memory(memory)
         if self.offload_activations:
             remat.check_offload()
-        # Between layers that are written out, what the next one reads the stream by stays with it.
-        open_ends = self.remat_policy == "all" and not self.scan_layers
+        # Without a scan a layer leaves its last output for the next layer's norm to add.
+        unadded = self.remat_policy == "all" and not self.scan_layers
         run = remat.named if self.remat_policy == "attention" else remat.direct
 
         def layer(i, rngs, p, streams, memory, plan, state):
@@ -96,7 +96,7 @@ class ResidualStack(BlockStack):
             h, streams = self._read(p, "feed_forward", streams)
             out = block.feed_forward.apply(p["feed_forward"], h, rngs["feed_forward"])
             streams = self._add(p, "feed_forward", streams, out)
-            return (streams if open_ends else self._closed(streams)), kept
+            return (streams if unadded else self._summed(streams)), kept
 
         def repeat(streams, this, states=None):
             kept = []
@@ -111,18 +111,19 @@ class ResidualStack(BlockStack):
             return streams, None if states is None else tuple(kept)
 
         streams = (self._residual(x),)
-        if open_ends:
+        if unadded:
             streams += ((x if self.post_norm else jnp.zeros_like(x)).astype(self.dtype),)
         given = () if states is None else (states,)
         streams, after = self._scan(repeat, streams, params, *given)
-        return self._closed(streams)[0], after
+        return self._summed(streams)[0], after
 
-    # A sublayer, from its input to the streams after it.
+    # Around a sublayer: `streams` are the stream and, if pre-norm, an output that the next norm is
+    # to add to it in one pass, or if post-norm, the stream in the dtype that sublayers read.
 
     def _read(
         self, params, name: str, streams: Sequence[Array]
     ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
-        """A sublayer's input, and the streams for their other readers."""
+        """A sublayer's input, and the stream for its other readers."""
         if self.post_norm:
             return streams[-1].astype(self.dtype), streams
         norm = params[f"{name}_norm"]
@@ -132,18 +133,14 @@ class ResidualStack(BlockStack):
     def _add(
         self, params, name: str, streams: Sequence[Array], out: Float[Array, "B T D"]
     ) -> tuple[Array, ...]:
-        """The streams after a sublayer, with what the next one reads them by.
-
-        That is, if pre-norm, what its norm adds to the stream, and if post-norm, its input: the
-        stream in the dtype that sublayers compute in.
-        """
+        """The streams after a sublayer."""
         if not self.post_norm:
             return *streams, out
         norm = params[f"{name}_norm"]
         return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
 
-    def _closed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
-        """The streams alone, with what was to be added to them."""
+    def _summed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
+        """The stream alone, with the output that was not added yet."""
         return (streams[0] if self.post_norm else sum(map(self._residual, streams)),)
 
     def _opened(self, streams):
