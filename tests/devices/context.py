@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from reformax import devices, generation
 from reformax.buffers import Meter, advanced, measured
 from reformax.declared import SettingError
-from reformax.generation import decoding, texts
+from reformax.generation import reading, texts
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
@@ -628,7 +628,7 @@ def test_a_device_holds_its_part_of_the_caches():
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             *(state, first.output_shardings),
         )
-        read = decoding._read_piece.lower(model, mesh, params, *piece, state).compile()
+        read = reading.read_piece.lower(model, mesh, params, *piece, state).compile()
         return read.memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(params))
 
     (one, weights), (eighth, _) = memory(None), memory(CONTEXT)

@@ -92,7 +92,7 @@ def test_a_row_keeps_the_end_that_it_drew_of_several(both):
 @pytest.mark.slow
 def test_further_lengths_compile_nothing(both):
     model, params = both
-    start, go_on = generation.decoding._read_piece, generation.decoding._go_on
+    start, go_on = generation.reading.read_piece, generation.decoding._go_on
     state = generation.read(model, params, [[1, 2]])
     generation.generate(model, params, [[3]], 2, state=state)
     before = start._cache_size(), go_on._cache_size()
