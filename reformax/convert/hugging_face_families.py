@@ -202,20 +202,20 @@ def _qwen3_5_layers(get: Get) -> list[Layer]:
     return [Layer(kind, kind != RECURRENT) for kind, _ in listed(get, usual)]
 
 
-def _qwen3_5_design(get: Get) -> dict[str, Any]:
-    n, n_qk = get["linear_num_value_heads"], get["linear_num_key_heads"]
+def _recurrent_sizes(n: int, n_qk: int, d_key: int, d_value: int) -> dict[str, Any]:
+    """The choices of a design that are a recurrence's heads and their sizes."""
     if n % n_qk:
         raise ValueError(f"linear_num_key_heads is {n_qk}: expected a divisor of {n}")
-    sizes = dict(
-        recurrent_heads=n,
-        recurrent_qk_heads=n_qk,
-        recurrent_d_key=get["linear_key_head_dim"],
-        recurrent_d_value=get["linear_value_head_dim"],
-    )
-    recurrent = any(layer.kind == RECURRENT for layer in _qwen3_5_layers(get))
-    attends = any(layer.kind != RECURRENT for layer in _qwen3_5_layers(get))
-    gates = dict(qk_norm=True, attention_gate="elementwise") if attends else {}
-    return gates | (sizes if recurrent else {})
+    names = "recurrent_heads", "recurrent_qk_heads", "recurrent_d_key", "recurrent_d_value"
+    return dict(zip(names, (n, n_qk, d_key, d_value), strict=True))
+
+
+def _qwen3_5_design(get: Get) -> dict[str, Any]:
+    heads = get["linear_num_value_heads"], get["linear_num_key_heads"]
+    sizes = _recurrent_sizes(*heads, get["linear_key_head_dim"], get["linear_value_head_dim"])
+    kinds = {layer.kind for layer in _qwen3_5_layers(get)}
+    gates = dict(qk_norm=True, attention_gate="elementwise") if FULL in kinds else {}
+    return gates | (sizes if RECURRENT in kinds else {})
 
 
 def _olmo_hybrid_layers(get: Get) -> list[Layer]:
@@ -232,15 +232,8 @@ def _olmo_hybrid_design(get: Get) -> dict[str, Any]:
     layers = _olmo_hybrid_layers(get)
     n = get["linear_num_value_heads"] or get["num_attention_heads"]
     n_qk = get["linear_num_key_heads"] or get["num_attention_heads"]
-    if n % n_qk:
-        raise ValueError(f"linear_num_key_heads is {n_qk}: expected a divisor of {n}")
     d_key = get["linear_key_head_dim"] or int(0.75 * get["hidden_size"] / n_qk)
-    sizes = dict(
-        recurrent_heads=n,
-        recurrent_qk_heads=n_qk,
-        recurrent_d_key=d_key,
-        recurrent_d_value=get["linear_value_head_dim"] or 2 * d_key,
-    )
+    sizes = _recurrent_sizes(n, n_qk, d_key, get["linear_value_head_dim"] or 2 * d_key)
     kinds = {layer.kind for layer in layers}
     places = tuple("input" if layer.kind == RECURRENT else "output" for layer in layers)
     norms = dict(norm_place=places) | (dict(qk_norm="joint") if FULL in kinds else {})
@@ -288,6 +281,16 @@ _GEMMA = (
         use_bidirectional_attention=ConfigField(False, Annotated[Any, Only(False)]),
         vocab_size=ConfigField(256_000, VocabSize),
     )
+)
+_RECURRENT = dict(
+    # Biases and dropout of attention would be those of recurrences in reformax.
+    attention_dropout=ConfigField(0.0, Annotated[float, Bounds(0, 0, name="0")]),
+    attention_bias=ConfigField(False, Annotated[Any, Only(False)]),
+    bos_token_id=ConfigField(None, _TOKEN),
+    hidden_act=ConfigField("silu", Literal["silu", "swish"]),
+    layer_types=ConfigField(None, Sequence[Literal["full_attention", "linear_attention"]] | None),
+    linear_conv_kernel_dim=ConfigField(4, Width),
+    sliding_window=ConfigField(None, Annotated[Any, Only(None)]),
 )
 _OLMO = BIASES | dict(
     bos_token_id=ConfigField(None, _TOKEN),
@@ -389,21 +392,13 @@ FAMILIES = (
     Family(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        dict(
-            # Biases and dropout of attention would be those of recurrences in reformax.
-            attention_dropout=ConfigField(0.0, Annotated[float, Bounds(0, 0, name="0")]),
-            attention_bias=ConfigField(False, Annotated[Any, Only(False)]),
+        _RECURRENT
+        | dict(
             attn_output_gate=ConfigField(True, Annotated[Any, Only(True)]),
-            bos_token_id=ConfigField(None, _TOKEN),
             eos_token_id=ConfigField(None, _TOKENS),
             full_attention_interval=ConfigField(4, Size),
             head_dim=ConfigField(256, Width | None),
-            hidden_act=ConfigField("silu", Literal["silu", "swish"]),
             intermediate_size=ConfigField(12288, Size),
-            layer_types=ConfigField(
-                None, Sequence[Literal["full_attention", "linear_attention"]] | None
-            ),
-            linear_conv_kernel_dim=ConfigField(4, Width),
             linear_key_head_dim=ConfigField(128, Width),
             linear_num_key_heads=ConfigField(16, Size),
             linear_num_value_heads=ConfigField(32, Size),
@@ -411,7 +406,6 @@ FAMILIES = (
             max_position_embeddings=ConfigField(32768, Size),
             num_attention_heads=ConfigField(16, Size),
             num_key_value_heads=ConfigField(4, Size | None),
-            sliding_window=ConfigField(None, Annotated[Any, Only(None)]),
             vocab_size=ConfigField(248320, VocabSize),
         ),
         layers=_qwen3_5_layers,
@@ -475,26 +469,17 @@ FAMILIES = (
     Family(
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
-        dict(
-            # As of Qwen3.5.
-            attention_dropout=ConfigField(0.0, Annotated[float, Bounds(0, 0, name="0")]),
-            attention_bias=ConfigField(False, Annotated[Any, Only(False)]),
-            bos_token_id=ConfigField(None, _TOKEN),
+        _RECURRENT
+        | dict(
             eos_token_id=ConfigField(100257, _TOKENS),
-            hidden_act=ConfigField("silu", Literal["silu", "swish"]),
             hidden_size=ConfigField(3840, Size),
-            layer_types=ConfigField(
-                None, Sequence[Literal["full_attention", "linear_attention"]] | None
-            ),
             linear_allow_neg_eigval=ConfigField(True, bool),
-            linear_conv_kernel_dim=ConfigField(4, Width),
             linear_key_head_dim=ConfigField(None, Size | None),
             linear_num_key_heads=ConfigField(None, Size | None),
             linear_num_value_heads=ConfigField(None, Size | None),
             linear_value_head_dim=ConfigField(None, Size | None),
             max_position_embeddings=ConfigField(65536, Size),
             num_attention_heads=ConfigField(30, Size),
-            sliding_window=ConfigField(None, Annotated[Any, Only(None)]),
             vocab_size=ConfigField(100352, VocabSize),
         ),
         layers=_olmo_hybrid_layers,

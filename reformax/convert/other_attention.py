@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax import memory
-from reformax.convert.hugging_face_decoder import algorithm_of, rotating_of
 from reformax.convert.spec import DENSE, OPS, REPLACEMENTS, Op, Spec, cycle_of
 from reformax.data import files
 from reformax.data.pieces import PieceVocabulary
@@ -78,8 +77,9 @@ def op_of(text: str) -> Op:
             raise SettingError(
                 f"--attention={text}: {name} has no option {option}, only {', '.join(parameters)}"
             )
-    OPS[name](**options)  # checks the values
-    return Op(name, options)
+    op = Op(name, options)
+    _ = op.algorithm  # checks the values
+    return op
 
 
 def layers_of(text: str | None, spec: Spec, op: Op) -> list[int]:
@@ -130,7 +130,7 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
       SettingError: the algorithm has weights of its own, needs as many heads of keys as of queries,
         computes no such logits, or rotates queries and keys by other angles.
     """
-    shares = OPS[op.name](**op.options).shared_qk
+    shares = op.algorithm.shared_qk
     n_heads, n_kv_heads = spec.arguments["n_heads"], spec.arguments["n_kv_heads"]
     if shares and n_kv_heads not in (None, n_heads):
         raise SettingError(
@@ -201,8 +201,8 @@ def _drawn(spec: Spec, layers: Sequence[int]) -> dict[int, Any]:
 def _angles(spec: Spec, layer: int) -> RotaryAngles | None:
     """The rotary positions of a layer; None: it has none."""
     block = layer % len(spec.attention)
-    algorithm = algorithm_of(spec.attention[block])
-    return spec.design.rotary_of(algorithm) if rotating_of(spec)[block] else None
+    algorithm = spec.attention[block].algorithm
+    return spec.design.rotary_of(algorithm) if spec.rotating[block] else None
 
 
 def _like(old: Op, op: Op) -> Op:
@@ -272,7 +272,7 @@ def measure(
     rows, length = tokens.shape
     say(
         f"bits of a token: {before:.4f} as it was, {after - before:+.4f} with "
-        f"{OPS[op.name](**op.options)} in {len(layers)} layers ({rows} rows of {length})"
+        f"{op.algorithm} in {len(layers)} layers ({rows} rows of {length})"
     )
     found: dict[str, Any] = {"before": before, "after": after, "rows": rows, "length": length}
     with contextlib.suppress(NotImplementedError):  # an algorithm that does not decode

@@ -60,6 +60,11 @@ class Op(NamedTuple):
         default = inspect.signature(OPS[self.name]).parameters[name].default
         return self.options.get(name, default)
 
+    @property
+    def algorithm(self) -> AttentionOp:
+        """The op; raises `SettingError` for an option that is out of range."""
+        return OPS[self.name](**self.options)
+
     def require(self, require: Require, **wanted: Any) -> None:
         """Calls `require` for each option that must have a value."""
         for name, value in wanted.items():
@@ -135,6 +140,12 @@ class Spec(NamedTuple):
         """The module of the model, in `reformax.models`."""
         return MODELS[self.model].__module__.rpartition(".")[2]
 
+    @property
+    def rotating(self) -> list[bool]:
+        """Whether each layer of the cycle rotates queries and keys."""
+        ops = [op.algorithm for op in self.attention]
+        return self.design.rotating(self.arguments["pos_type"], ops)
+
     def layers(self):
         """Yields `(layer, block, repeat, op)`; a layer's weights are at its block and repeat."""
         for layer in range(self.arguments["n_layers"]):
@@ -151,7 +162,7 @@ class Spec(NamedTuple):
         ops = []
         for op in self.attention:
             extra = op_options if op.name == "lsh" else {}
-            ops.append(OPS[op.name](**{**op.options, **extra}))
+            ops.append(Op(op.name, {**op.options, **extra}).algorithm)
         given = {**self.arguments, "design": self.design}
         return MODELS[self.model](**given, attention_type=tuple(ops), mode=mode)
 

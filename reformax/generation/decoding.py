@@ -1,8 +1,5 @@
 """Decoding: one forward pass reads the prompts, then one compiled step draws each token.
 
-Long prompts are read in pieces, each from the state after those before it, so that memory besides
-the caches does not grow with the prompt. A piece computes what a step for each token would.
-
 The compiled programs depend on the model, the number of rows and two lengths: that of the longest
 prompt, rounded up to a few sizes, and the capacity of the cache. Other prompts, numbers of new
 tokens, seeds and sampling settings run the same programs, of which there are two: one ranks tokens
@@ -21,24 +18,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from reformax import devices, memory
+from reformax import devices
 from reformax.declared import AnySeed, Bounds, Count, SettingError, Size, check_all, hints_of
-from reformax.generation.prompts import capacity_of, in_pieces, padded, rounded, rows_of
+from reformax.generation.prompts import capacity_of, rounded, rows_of
+from reformax.generation.reading import check, mesh_of, read_texts, reading_of
 from reformax.generation.sampling import Sampler
-from reformax.generation.texts import (
-    Resumed,
-    TextState,
-    compiled_first_state,
-    first_state,
-    of_rows,
-    parts_of,
-    resumed,
-)
+from reformax.generation.texts import Resumed, TextState, of_rows, parts_of, resumed
 
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
-# Prompts that are longer are read in pieces of so many tokens, where that computes the same.
-PIECE = 65_536
 Block = Annotated[int, Bounds(1, BLOCK)]
 End = Count | Sequence[Count] | None
 
@@ -178,7 +166,7 @@ def stream(
         model's positions hold.
       NotImplementedError: an attention of the model cannot decode.
     """
-    mesh, n_row_shards = _mesh_of(mesh, len(prompts), divide_caches)
+    mesh, n_row_shards = mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
     settings = dict(max_new_tokens=max_new_tokens, max_length=max_length, end=end, every=every)
     settings |= dict(prompt_piece=prompt_piece, divide_caches=divide_caches)
@@ -191,13 +179,12 @@ def stream(
     texts = resumed(model, params, rows, state, max_new_tokens, max_length, mesh)
     capacity = capacity_of(max(texts.n_each), max_new_tokens, max_length, model.max_length)
     draws = _Draws(sampler.arrays(), jax.random.PRNGKey(seed), jnp.array(ends or [-1], jnp.int32))
-    reading = _reading_of(model, texts, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
-    _check_angles(model, texts, max_new_tokens, reading)
+    reading = reading_of(model, texts, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     weights = devices.placed(mesh, (), params)[1]
-    _check_memory(model, weights, texts, reading)
+    check(model, weights, texts, max_new_tokens, reading)
 
     def start() -> _State:
-        logits, decoding = _read_texts(model, weights, texts, reading)
+        logits, decoding = read_texts(model, weights, texts, reading)
         n_real = np.int32(len(prompts))
         return _first_draw(logits, decoding, n_real, draws, texts.drawn)
 
@@ -243,7 +230,7 @@ def read(
     """
     given = dict(max_length=max_length, prompt_piece=prompt_piece, hash_seed=hash_seed)
     check_all(hints_of(read), given | dict(divide_caches=divide_caches))
-    mesh, n_row_shards = _mesh_of(mesh, len(prompts), divide_caches)
+    mesh, n_row_shards = mesh_of(mesh, len(prompts), divide_caches)
     rows = rows_of(prompts, model.vocab_size)
     texts = resumed(model, params, rows, state, 0, max_length, mesh)
     for i, row in enumerate(texts.rows):
@@ -260,11 +247,10 @@ def read(
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
     unread = texts._replace(rows=[row[:-1] for row in texts.rows])
-    reading = _reading_of(model, unread, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
-    _check_angles(model, unread, 0, reading)
+    reading = reading_of(model, unread, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     params = devices.placed(mesh, (), params)[1]
-    _check_memory(model, params, unread, reading)
-    found = _read_texts(model, params, unread, reading)[1]
+    check(model, params, unread, 0, reading)
+    found = read_texts(model, params, unread, reading)[1]
     room = _room_of(model, texts, capacity, max_length)
     n_filled = -(-len(last) // n_row_shards) * n_row_shards
     filled = np.resize(last, n_filled)
@@ -274,111 +260,9 @@ def read(
 
 def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
     """The most tokens of texts that go on from what was read; 0: any number."""
-    if texts.room or max_length is not None or not getattr(model, "carries_state", False):
+    if texts.room or max_length is not None or not model.carries_state:
         return texts.room or capacity
     return 0
-
-
-class _Reading(NamedTuple):
-    """How texts are read."""
-
-    capacity: int  # of caches that begin
-    rng: Array  # of their hashes
-    mesh: Mesh | None
-    n_row_shards: int  # that rows are a multiple of
-    piece: int | None  # tokens at a time; None: all
-
-
-def _reading_of(model, texts: Resumed, capacity, hash_seed, mesh, n_row_shards, piece) -> _Reading:
-    longest, divided = max(map(len, texts.rows)), parts_of(mesh)
-    piece = piece and int(piece)
-    if piece is None and longest > PIECE and getattr(model, "reads_ahead", False):
-        piece = PIECE
-    if divided > 1:
-        size = piece or min(PIECE, rounded(longest + 1))
-        piece = size + -size % divided
-    rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
-    return _Reading(capacity, rng, mesh, n_row_shards, piece)
-
-
-def _check_memory(model, params, texts: Resumed, reading: _Reading) -> None:
-    """Raises `SettingError` for caches that the devices cannot hold, or a model that has none."""
-    capacity, rng, mesh, n_row_shards, piece = reading
-    if texts.model is not None:
-        return
-    n_rows, n_devices = len(texts.rows), n_row_shards
-    if piece is None:
-        tokens, lengths = padded(texts.rows, n_row_shards, capacity - 1)
-        held = _prefill.eval_shape(model, capacity, mesh, params, tokens, lengths, rng)
-    else:
-        zeros = np.zeros(-(-n_rows // n_row_shards) * n_row_shards, np.int32)
-        held = compiled_first_state.eval_shape(model, capacity, mesh, params, rng, zeros)
-        n_devices *= parts_of(mesh)
-    memory.check(
-        f"caches of {n_rows:,} rows of {capacity:,} tokens",
-        memory.size_of(held) // n_devices,
-        "max_length, max_new_tokens or num_samples",
-    )
-
-
-def _check_angles(model, texts: Resumed, n_new: int, reading: _Reading) -> None:
-    """Raises `SettingError` for a text on whose way all earlier keys would rotate otherwise."""
-    border = getattr(model, "angles_change_after", None)
-    if border is None:
-        return
-    for n_before, n in zip(texts.n_before, texts.n_each, strict=True):
-        if n < border < n + n_new:
-            raise SettingError(
-                f"max_new_tokens is {n_new}: after a prompt of {n} tokens the text would pass "
-                f"rotary_trained_length={border}, where keys that are cached would rotate by other "
-                f"factors: at most {border - n} can be generated, or give a prompt of {border}"
-            )
-        if n_before < border < n and (texts.model is not None or reading.piece is not None):
-            raise SettingError(
-                f"prompts has a text of {n} tokens, and not all are read at once: it would pass "
-                f"rotary_trained_length={border}, where keys that are cached would rotate by other "
-                "factors: give the whole text, without prompt_piece"
-            )
-
-
-def _mesh_of(mesh: Mesh | None, n_rows: int, divide_caches: bool) -> tuple[Mesh | None, int]:
-    """The mesh that divides so many rows, and into how many shards."""
-    if divide_caches:
-        if mesh is None or devices.n_sequence_shards(mesh) == 1:
-            raise SettingError(
-                "divide_caches is True and the mesh has no axis context of several devices: give "
-                "one, as of training.mesh.make({'context': 4})"
-            )
-        return mesh, devices.n_row_shards(mesh)
-    mesh = devices.whole_sequences(mesh)
-    n_row_shards = 1 if mesh is None else devices.n_row_shards(mesh)
-    if mesh is not None and n_rows < n_row_shards and mesh.shape["fsdp"] == 1:
-        return None, 1  # some devices would have no row
-    return mesh, n_row_shards
-
-
-def _read_texts(model, params, texts: Resumed, reading: _Reading) -> tuple[Array, Any]:
-    """The logits of each row's next token, and the model's state after its tokens."""
-    capacity, rng, mesh, n_row_shards, piece = reading
-    if texts.model is None and piece is None:
-        tokens, lengths = padded(texts.rows, n_row_shards, capacity - 1)
-        tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
-        return _prefill(model, capacity, mesh, params, tokens, lengths, rng)
-    rows, state = texts.rows, texts.model
-    n_rows = -(-len(rows) // n_row_shards) * n_row_shards
-    if state is None:
-        state = first_state(model, n_rows, capacity, mesh, params, rng)
-        rows = [np.append(np.int32(model.first_token), row) for row in rows]
-    else:  # the loop donates it
-        if n_rows != (n := len(state.position)):
-            state = model.take_rows(state, np.minimum(np.arange(n_rows), n - 1))
-        state = jax.tree.map(jnp.copy, state)
-    logits = None
-    for tokens, lengths in in_pieces(rows, n_row_shards, piece, model.max_length or np.inf):
-        tokens, lengths = devices.placed(mesh, (tokens, lengths), ())[0]
-        found, state = _read_piece(model, mesh, params, tokens, lengths, state)
-        logits = found if logits is None else jnp.where(lengths[:, None] > 0, found, logits)
-    return logits, state
 
 
 def _blocks(
@@ -427,20 +311,6 @@ def _first_draw(logits, decoding, n_real, draws: _Draws, drawn) -> _State:
     token = draws.sampler.draw(logits, _keys(draws.key, drawn, n_rows))
     done = draws.ended_by(token) | (jnp.arange(n_rows) >= n_real)
     return _State(decoding, token, done, drawn + 1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _prefill(model, capacity, mesh, params, tokens, lengths, rng):
-    """Reads whole prompts."""
-    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
-    return prefill(params, tokens, lengths, rng=rng)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
-def _read_piece(model, mesh, params, tokens, lengths, state):
-    """Reads some tokens more of each row."""
-    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=0))
-    return prefill(params, tokens, lengths, state=state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)

@@ -68,10 +68,10 @@ def as_tokens(name: str, tokens: Sequence[int]) -> Int[np.ndarray, " n"]:
     return row
 
 
-def rounded(length: int) -> int:
-    """The next of a few lengths: multiples of 64, or of an eighth of the power of two below."""
-    size = max(64, 2 ** (length.bit_length() - 4))
-    return -(-length // size) * size
+def rounded(length: int, step: int = 64) -> int:
+    """The next of a few lengths: multiples of `step`, or of an eighth of the power of two below."""
+    step = max(step, 2 ** max(0, length.bit_length() - 4))
+    return -(-length // step) * step
 
 
 def capacity_of(n_prompt: int, n_new: int, requested: int | None, most: int | None) -> int:

@@ -99,7 +99,7 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
     # Whole caches have positions in another order than divided ones.
     before, now = int(state.parts), parts_of(mesh)
-    if before != now and not getattr(model, "carries_state", False):
+    if before != now and not model.carries_state:
         raise SettingError(
             f"state has caches of context={before}, and this call's mesh and divide_caches have "
             f"context={now}: give those with which its text was read, or read it again"

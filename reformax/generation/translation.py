@@ -242,7 +242,7 @@ def _batches(lengths: Sequence[int], batch_tokens: int, n_row_shards: int = 1):
         where = np.flatnonzero(padded == length)
         where = where[np.argsort(np.array(lengths)[where], kind="stable")].tolist()
         n_batches = -(-len(where) // max(1, batch_tokens // length))
-        n_rows = n_row_shards * _rounded(-(-len(where) // (n_batches * n_row_shards)))
+        n_rows = n_row_shards * prompts.rounded(-(-len(where) // (n_batches * n_row_shards)), 1)
         for first in range(0, len(where), n_rows):
             yield where[first : first + n_rows], n_rows, length
 
@@ -250,9 +250,3 @@ def _batches(lengths: Sequence[int], batch_tokens: int, n_row_shards: int = 1):
 def _padded(length: int) -> int:
     """The power of two that a source is padded to."""
     return max(_SHORTEST, 1 << (length - 1).bit_length())
-
-
-def _rounded(n: int) -> int:
-    """The next of a few numbers: multiples of an eighth of the power of two below."""
-    step = max(1, (1 << (n.bit_length() - 1)) // 8)
-    return -(-n // step) * step

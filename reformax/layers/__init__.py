@@ -4,8 +4,9 @@ Each layer is a Trax layer over two pure functions, `init_params(rng, *shapes)` 
 `apply(params, *inputs, rng)`, for a `tl.Serial` or for plain JAX.
 """
 
-from reformax.layers._trax import Layer, tl
+from reformax.layers._trax import tl
 from reformax.layers.attention import Attention
+from reformax.layers.base import Layer
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.dropout import Dropout
 from reformax.layers.feed_forward import FeedForward

@@ -15,13 +15,14 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Unsupported
 from reformax.layers import context, remat
 from reformax.layers.matrices import Unnormed, affine
-from reformax.layers.multi_head import ATTENTION_GATE, QKV, MultiHead, gated
+from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
+from reformax.layers.planned_attention import PlannedAttention
 from reformax.ops.base import Dims
 from reformax.ops.masking.masks import paired_segment_ids
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class CrossAttention(MultiHead):
+class CrossAttention(PlannedAttention):
     """`[B, T, D], [B, S, D] -> [B, T, D]`: each position of the first reads the second, the memory.
 
     Vaswani et al. 2017, sec. 3.2.3. The algorithm must have `cross`. An algorithm that

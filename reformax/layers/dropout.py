@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Rate, check_all, hints_of
-from reformax.layers._trax import Layer
+from reformax.layers.base import Layer
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_bits, seed_words
 

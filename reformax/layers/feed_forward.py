@@ -15,7 +15,7 @@ from reformax import devices
 from reformax.buffers import in_parts
 from reformax.declared import Count, NonNegative, Positive, Rate, SettingError, Size, check_fields
 from reformax.layers import float8
-from reformax.layers._trax import Layer
+from reformax.layers.base import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (

@@ -53,9 +53,10 @@ class History(Buffer):
     """The largest magnitudes that delayed scales come from; a layer's `HISTORY` has one a matrix.
 
     `value [3, S]` has those of `x`, `w` and the output's gradient in each of the last S steps,
-    newest first; 0: there was none. Parts of a batch add up their cotangents, and a scale must suit
-    the largest number of all. So they add eighth powers, whose mean has a root of at least half the
-    largest number for up to 256 parts. `delayed_scale` leaves room for twice that root.
+    newest first; 0: there was none. Parts of a batch, chunks of positions on devices, add up their
+    cotangents, and a scale must suit the largest number of all. So they add eighth powers. Of n
+    parts the root of the mean is at least the largest number times `n^(-1/8)`, half of it for 256.
+    `delayed_scale` leaves room for 3.5 times the root, so that up to 22,000 parts cut no number.
     """
 
     def after(self, change: Float[Array, "*d 3 S"]) -> History:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.declared import NonNegative, SettingError, check
-from reformax.layers._trax import Layer
+from reformax.layers.base import Layer
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.normalization import length_normalize
 

@@ -1,4 +1,4 @@
-"""Projections to heads, an attention algorithm between them, and the output projection."""
+"""The projections of attention: to heads of queries, keys and values, and back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax import devices
-from reformax.buffers import updated
 from reformax.declared import (
     Bounds,
     Called,
@@ -25,14 +23,13 @@ from reformax.declared import (
     Unsupported,
     check_fields,
 )
-from reformax.layers import context, float8, remat
-from reformax.layers._trax import Layer
+from reformax.layers import float8
+from reformax.layers.base import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
-from reformax.ops.calls.arguments import check_arguments, check_value_heads
-from reformax.ops.masking.masks import int32_ids, row_lengths, says_one_segment, tokens_of
+from reformax.ops.calls.arguments import check_value_heads
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 
@@ -44,7 +41,6 @@ Gate = Literal["headwise", "elementwise"]
 ConvSize = Annotated[int, Bounds(2, 64)]
 QKNorm = bool | Literal["joint"]
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
-KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -66,6 +62,11 @@ class QKV(NamedTuple):
     gate: Array | None = None
 
     @property
+    def arrays(self) -> tuple[Array, Array | None, Array]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
+
+    @property
     def of_op(self) -> QKV:
         """The part that the algorithm reads: all but the gate."""
         return self._replace(gate=None)
@@ -73,11 +74,9 @@ class QKV(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class MultiHead(Layer):
-    """The projections and the dropout of attention, and an algorithm between them.
+    """The options and the weights of attention layers: projections, norms, gates and dropout.
 
-    `apply` is `project`, `plan` and `attend` in turn. They are apart so that a reversible stack can
-    keep a plan and attend again by it. A subclass defines `project` and `apply`, and for decoding
-    `for_decoding` and `step`, which project with merged weights. Computes in the dtype of its
+    `planned_attention` puts an algorithm between the projections. Computes in the dtype of its
     input.
 
     Weights: `w_q [N, D, H]`, `w_k [G, D, H]` (none where the algorithm shares queries and keys),
@@ -342,65 +341,6 @@ class MultiHead(Layer):
         """The factor of queries by which logits, which the algorithm scales too, have `scale`."""
         return self.scale * math.sqrt(self.d_qk)
 
-    def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
-        """Where each query will look: integers, through which no gradient flows.
-
-        Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
-        """
-        qkv = qkv.of_op
-        q, k, v, extra_projections, _ = qkv
-        tokens = tokens_of(segment_ids)
-        global_tokens = tokens.global_tokens if self.op.global_tokens else None
-        check_arguments(
-            self.op,
-            *(q, k, v),
-            causal=self.causal,
-            segment_ids=tokens.segment_ids,
-            dropout=self._weights_rate,
-            rng=rng,
-            extra_projections=extra_projections,
-            global_tokens=global_tokens,
-        )
-
-        one_segment = says_one_segment(tokens.segment_ids)
-
-        def plan(qkv, tokens, params, rng, shard=None):
-            segment_ids, global_tokens = tokens
-            return self.op.plan(
-                params,
-                *self.op.of_value_heads(*qkv[:3]),
-                segment_ids=segment_ids,
-                causal=self.causal,
-                rng=rng,
-                shard=shard,
-                one_segment=one_segment,
-                train=self.mode == "train",
-                length=length,
-                global_tokens=global_tokens,
-            )
-
-        arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], fold_in(rng, PLAN)
-        return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
-
-    def attend(
-        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
-    ) -> Float[Array, "B T D"]:
-        """Attention by a plan, and the output projection; `run` calls the algorithm."""
-        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
-        return self.combine(params, heads, qkv.gate, rng)
-
-    def heads(
-        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
-    ) -> Float[Array, "B T N V"]:
-        """Each head's attention by a plan."""
-        read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        rng = fold_in(rng, WEIGHTS)
-        out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
-        if KEPT_MASS not in params or run is remat.stored:
-            return out
-        kept_mass = self._kept_mass(read, qkv.of_op, plan, segment_ids)
-        return out + (0 * updated(params[KEPT_MASS], kept_mass)).astype(out.dtype)
-
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
     ) -> Float[Array, "B T D"]:
@@ -428,53 +368,6 @@ class MultiHead(Layer):
             return affine(x, *weights, added=added)[0]
         out = self._norm.apply(params["output_norm"], affine(x, *weights)[0])
         return out if added is None else added + out.astype(added.dtype)
-
-    def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
-        options = dict(dropout=self._weights_rate)
-        return self._on_devices(self.op.apply, params, qkv, plan, segment_ids, rng, **options)
-
-    def _kept_mass(self, params, qkv: QKV, plan, segment_ids) -> Float[Array, ""]:
-        """The mean of `AttentionOp.kept_mass` over rows, queries and heads."""
-        n_shards = devices.n_sequence_shards()
-
-        def measured(*arrays, **call) -> Float[Array, "B C N 2"]:
-            found = self.op.kept_mass(*arrays, **call)  # its queries are split as a sequence is
-            return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
-
-        found = self._on_devices(measured, params, qkv, plan, segment_ids)
-        kept, weight = jnp.sum(found.astype(jnp.float32), axis=(0, 1, 2))
-        return kept / jnp.maximum(weight, 1)
-
-    def _on_devices(self, function, params, qkv: QKV, plan, segment_ids, rng=None, **options):
-        """`function`, an algorithm's `apply` or the like, on the devices of the mesh."""
-        tokens = tokens_of(segment_ids)
-
-        def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
-            *arrays, extra_projections, _ = qkv
-            lengths = row_lengths(segment_ids) if tokens.counted else None
-            return function(
-                params,
-                *arrays,
-                plan=plan,
-                segment_ids=segment_ids,
-                one_segment=says_one_segment(tokens.segment_ids),
-                causal=self.causal,
-                rng=rng,
-                shard=shard,
-                extra_projections=extra_projections,
-                bias=bias,
-                lengths=lengths,
-                **options,
-            )
-
-        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
-        bias = self._bias(params, qkv.q.shape[1])
-        return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
-
-    def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
-        """The bias that is added to the logits, if there is one."""
-        del params, length
-        return None
 
     def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
         """The weights for decoding: one matrix a product, its projections side by side."""

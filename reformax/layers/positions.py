@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Positive, SettingError, Size, check_all, hints_of
-from reformax.layers._trax import Layer
+from reformax.layers.base import Layer
 from reformax.layers.matrices import check_input
 from reformax.ops.numerics.rotary import angles_at
 

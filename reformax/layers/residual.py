@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,6 @@ from jaxtyping import Array, Float
 
 from reformax.declared import SettingError
 from reformax.layers import remat
-from reformax.layers._trax import Layer
-from reformax.layers.attention import Attention
 from reformax.layers.layer_norm import norm_places
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
@@ -73,63 +72,58 @@ class ResidualStack(BlockStack):
         self._check_memory(memory)
         if self.offload_activations:
             remat.check_offload()
-        # Between layers that are written out, what the next one reads the stream by stays with it.
-        open_ends = self.remat_policy == "all" and not self.scan_layers
+        # Without a scan a layer leaves its last output for the next layer's norm to add.
+        unadded = self.remat_policy == "all" and not self.scan_layers
+        run = remat.named if self.remat_policy == "attention" else remat.direct
 
-        def repeat(streams, this, *states):
-            after, plans = [], {}
-            for i, block in enumerate(self.blocks):
-                rngs, reused = self._rngs(rng, this, i), i in self._sources
+        def layer(i, rngs, p, streams, memory, plan, state):
+            """The streams after block `i`; the plan that others reuse, or the state after it."""
+            block, masks = self.blocks[i], (segment_ids, rngs["attention"])
+            if self.offload_activations:
+                streams = checkpoint_name(streams, remat.STREAM)
+            h, streams = self._read(p, "attention", streams)
+            if state is not None:
+                out, kept = block.attention.apply_from(p["attention"], h, state, *masks)
+            else:
+                out, kept = block.attention.apply_by(p["attention"], h, plan, *masks, run)
+                kept = kept if i in self._sources else None
+            streams = self._add(p, "attention", streams, out)
+            if self._cross:
+                h, streams = self._read(p, "cross_attention", streams)
+                masks = segment_ids, memory_segment_ids, rngs["cross_attention"]
+                out = block.cross_attention.apply(p["cross_attention"], h, memory, *masks, run)
+                streams = self._add(p, "cross_attention", streams, out)
+            h, streams = self._read(p, "feed_forward", streams)
+            out = block.feed_forward.apply(p["feed_forward"], h, rngs["feed_forward"])
+            streams = self._add(p, "feed_forward", streams, out)
+            return (streams if unadded else self._summed(streams)), kept
 
-                def layer(p, streams, memory, plan, *state, block=block, rngs=rngs, reused=reused):
-                    found = []
-                    if self.offload_activations:
-                        streams = checkpoint_name(streams, remat.STREAM)
-                    further = {
-                        "attention": (segment_ids,),
-                        "cross_attention": (memory, segment_ids, memory_segment_ids),
-                    }
-                    run = remat.named if self.remat_policy == "attention" else remat.direct
-                    sublayers = {
-                        name: _sublayer(attention, *further[name], rng=rngs[name], run=run)
-                        for name, attention in block.attentions.items()
-                    }
-                    arrays = segment_ids, rngs["attention"]
-                    if reused or block.attention.op.reuses:
-                        sublayers["attention"] = _by_plan(
-                            block.attention, plan, *arrays, run, found
-                        )
-                    if state:
-                        sublayers["attention"] = _from_state(
-                            block.attention, *state, *arrays, found
-                        )
-                    feed_forward = _sublayer(block.feed_forward, rng=rngs["feed_forward"])
-                    sublayers["feed_forward"] = feed_forward
-                    streams = self._layer(p, streams, sublayers)
-                    return (streams if open_ends else self._closed(streams)), tuple(found)
-
-                layer = remat.checkpointed(layer, self.remat_policy, self.offload_activations)
-                plan, given = plans.get(self._sources[i]), [x[i] for x in states]
-                streams, found = layer(this.params[f"block_{i}"], streams, memory, plan, *given)
-                if reused:
-                    (plans[i],) = found
-                else:
-                    after += found
-            return streams, tuple(after)
+        def repeat(streams, this, states=None):
+            kept = []
+            for i, source in enumerate(self._sources):
+                of_block = functools.partial(layer, i, self._rngs(rng, this, i))
+                of_block = remat.checkpointed(of_block, self.remat_policy, self.offload_activations)
+                plan = None if source is None else kept[source]
+                state = None if states is None else states[i]
+                p = this.params[f"block_{i}"]
+                streams, found = of_block(p, streams, memory, plan, state)
+                kept.append(found)
+            return streams, None if states is None else tuple(kept)
 
         streams = (self._residual(x),)
-        if open_ends:
+        if unadded:
             streams += ((x if self.post_norm else jnp.zeros_like(x)).astype(self.dtype),)
         given = () if states is None else (states,)
         streams, after = self._scan(repeat, streams, params, *given)
-        return self._closed(streams)[0], after
+        return self._summed(streams)[0], after
 
-    # A sublayer, from its input to the streams after it.
+    # Around a sublayer: `streams` are the stream and, if pre-norm, an output that the next norm is
+    # to add to it in one pass, or if post-norm, the stream in the dtype that sublayers read.
 
     def _read(
         self, params, name: str, streams: Sequence[Array]
     ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
-        """A sublayer's input, and the streams for their other readers."""
+        """A sublayer's input, and the stream for its other readers."""
         if self.post_norm:
             return streams[-1].astype(self.dtype), streams
         norm = params[f"{name}_norm"]
@@ -139,26 +133,15 @@ class ResidualStack(BlockStack):
     def _add(
         self, params, name: str, streams: Sequence[Array], out: Float[Array, "B T D"]
     ) -> tuple[Array, ...]:
-        """The streams after a sublayer, with what the next one reads them by.
-
-        That is, if pre-norm, what its norm adds to the stream, and if post-norm, its input: the
-        stream in the dtype that sublayers compute in.
-        """
+        """The streams after a sublayer."""
         if not self.post_norm:
             return *streams, out
         norm = params[f"{name}_norm"]
         return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
 
-    def _closed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
-        """The streams alone, with what was to be added to them."""
+    def _summed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
+        """The stream alone, with the output that was not added yet."""
         return (streams[0] if self.post_norm else sum(map(self._residual, streams)),)
-
-    def _layer(self, params, streams, sublayers: dict[str, Callable]) -> tuple[Array, ...]:
-        """The streams after a layer, of sublayers `(params, input) -> output` by their names."""
-        for name, sublayer in sublayers.items():
-            h, streams = self._read(params, name, streams)
-            streams = self._add(params, name, streams, sublayer(params[name], h))
-        return streams
 
     def _opened(self, streams):
         (x,) = super()._opened(streams)
@@ -167,38 +150,8 @@ class ResidualStack(BlockStack):
     def _decode(self, params, name, streams, sublayer):
         x, *read = streams
         if self.post_norm:
-            out, other = sublayer(params[name], *read, added=None)
-            return self._add(params, name, (x,), out), other
+            out, *kept = sublayer(params[name], *read, added=None)
+            return self._add(params, name, (x,), out), tuple(kept)
         read = self._unnormed(params[f"{name}_norm"], x)
-        x, other = sublayer(params[name], read, added=x)
-        return (x,), other
-
-
-# Sublayers as functions of their weights and first input.
-
-
-def _sublayer(layer: Layer, *further, **options) -> Callable:
-    return lambda params, x: layer.apply(params, x, *further, **options)
-
-
-def _by_plan(layer: Attention, plan, segment_ids, rng, run: remat.Run, found: list) -> Callable:
-    """Attention by another layer's plan; without one it appends the layer's own to `found`."""
-
-    def apply(params, x):
-        out, made = layer.apply_by(params, x, plan, segment_ids, rng, run)
-        if plan is None:
-            found.append(made)
-        return out
-
-    return apply
-
-
-def _from_state(layer: Attention, state, segment_ids, rng, found: list) -> Callable:
-    """Attention that goes on from a state; it appends the state after it to `found`."""
-
-    def run(params, x):
-        out, after = layer.apply_from(params, x, state, segment_ids, rng)
-        found.append(after)
-        return out
-
-    return run
+        x, *kept = sublayer(params[name], read, added=x)
+        return (x,), tuple(kept)

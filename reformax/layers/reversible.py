@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -34,21 +33,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax import devices
-from reformax.buffers import in_parts
 from reformax.declared import Bounds, SettingError
 from reformax.layers import remat
 from reformax.layers.coupling import (
     Coupling,
     Slots,
-    StreamGradients,
-    StreamParts,
     Streams,
     TwoStreams,
     share_a_slot,
 )
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible_attention import AttentionSublayer
-from reformax.layers.stacks import BlockStack, TransformerBlock
+from reformax.layers.reversible_feed_forward import FeedForwardSublayer
+from reformax.layers.stacks import BlockStack
 from reformax.ops.masking.masks import paired_segment_ids
 
 GRID = 2.0**-12
@@ -157,10 +154,12 @@ class ReversibleStack(BlockStack):
     def apply(self, params, *inputs, rng=None):
         if self.offload_activations:
             remat.check_offload()
-        if self.remat_policy == "all":
-            return self.apply_keeping(params, *inputs, rng=rng)
         streams, side = self._inputs(*inputs)
-        return self._outputs(_run(self, params, streams, side, rng))
+        if self.remat_policy == "all":  # plain autodiff of the same function
+            after, _ = self._forward(params, self._coupling.opened(streams), side, rng)
+        else:
+            after = _run(self, params, streams, side, rng)
+        return after[: self.n_streams] if self.n_streams > 1 else after[0]
 
     def rebuild(self, params, *inputs, rng=None) -> tuple[Streams, Streams]:
         """The stack's streams at its input, and those that the backward pass rebuilds.
@@ -171,14 +170,6 @@ class ReversibleStack(BlockStack):
         streams, side = self._inputs(*inputs)
         _, residuals = _run_forward(self, params, streams, side, rng)
         return self._coupling.opened(streams), self._backward(residuals, residuals[1])[0]
-
-    def apply_keeping(self, params, *inputs, rng=None):
-        """`apply`, whose gradient is plain autodiff's: it keeps every activation."""
-        streams, side = self._inputs(*inputs)
-        return self._outputs(self._forward(params, self._coupling.opened(streams), side, rng)[0])
-
-    def _outputs(self, streams: Streams):
-        return streams[: self.n_streams] if self.n_streams > 1 else streams[0]
 
     def _inputs(self, *inputs) -> tuple[Streams, SideInputs]:
         streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
@@ -199,11 +190,11 @@ class ReversibleStack(BlockStack):
         parts = self._coupling.parts_before(streams)
         read = self._unnormed(params[f"{name}_norm"], self._coupling.read(parts))
         if self._on_grid:  # what is added is rounded before
-            out, other = sublayer(params[name], read, added=None)
-            return self._coupling.streams_after(parts.plus(self._residual(out))), other
+            out, *kept = sublayer(params[name], read, added=None)
+            return self._coupling.streams_after(parts.plus(self._residual(out))), tuple(kept)
         (stream,) = parts.written
-        out, other = sublayer(params[name], read, added=stream)
-        return self._coupling.streams_after(parts._replace(written=(out,))), other
+        out, *kept = sublayer(params[name], read, added=stream)
+        return self._coupling.streams_after(parts._replace(written=(out,))), tuple(kept)
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)
@@ -256,7 +247,8 @@ class ReversibleStack(BlockStack):
                     kept_attention[-1][sublayer.name] = of_attention
                 sublayer_params = _params_of(block_params, "feed_forward")
                 parts = coupling.parts_before(streams)
-                parts, out = self._feed_forward(block, sublayer_params, parts, rngs["feed_forward"])
+                feed_forward = FeedForwardSublayer(self, block.feed_forward, rngs["feed_forward"])
+                parts, out = feed_forward.forward(sublayer_params, parts)
                 streams = coupling.streams_after(parts)
                 kept_ff.append(out)
             stored = tuple(kept_attention), tuple(kept_ff)
@@ -281,8 +273,9 @@ class ReversibleStack(BlockStack):
                 rngs = self._rngs(rng, this, i)
                 sublayer_params = _params_of(block_params, "feed_forward")
                 parts, gradient = coupling.parts_after(streams), coupling.gradient(d_streams)
-                parts, d_read, d_block = self._feed_forward_back(
-                    block, sublayer_params, parts, gradient, kept_ff[i], rngs["feed_forward"]
+                feed_forward = FeedForwardSublayer(self, block.feed_forward, rngs["feed_forward"])
+                parts, d_read, d_block = feed_forward.back(
+                    sublayer_params, parts, gradient, kept_ff[i]
                 )
                 streams = coupling.streams_before(parts)
                 d_streams = coupling.gradient_before(gradient, d_read)
@@ -328,104 +321,6 @@ class ReversibleStack(BlockStack):
             for name, layer in self.blocks[i].attentions.items()
         ]
 
-    # The feed-forward sublayer takes positions in the chunks of its layer, forward and back. A
-    # chunk's gradient is computed as soon as its input is known: unlike under `jax.checkpoint`,
-    # chunks then cost no arithmetic.
-
-    def _feed_forward(
-        self, block: TransformerBlock, params, parts: StreamParts, rng
-    ) -> tuple[StreamParts, Array | None]:
-        """The parts with the layer's output in them; that output, if kept."""
-        params = self._cast(block, params)
-
-        def of_positions(first, seen, written, params, rng):
-            def chunk(carry, start, size):
-                written, kept = carry
-                chunk = StreamParts(*_slice((seen, written), start, size))
-                out = self._separately(
-                    lambda *args: self._chunk(block, *args, start=first + start, rng=rng)[0],
-                    params,
-                    self._coupling.read(chunk),
-                )
-                written = _update(written, start, chunk.plus(out).written)
-                if kept is not None:
-                    kept = _update(kept, start, out.astype(kept.dtype))
-                return written, kept
-
-            kept = None
-            if self.keep_ff_outputs:
-                dtype = "float32" if self._on_grid else self.dtype
-                kept = jnp.zeros_like(written[0], dtype)
-            return _over_chunks(chunk, (written, kept), block.feed_forward.chunk_size)
-
-        # Each device takes chunks of its own positions.
-        streams = parts.seen, parts.written
-        written, kept = devices.by_positions(of_positions, streams, (params, rng))
-        return parts._replace(written=written), kept
-
-    def _feed_forward_back(
-        self,
-        block: TransformerBlock,
-        params,
-        parts: StreamParts,
-        gradient: StreamGradients,
-        kept,
-        rng,
-    ) -> tuple[StreamParts, Array, Any]:
-        """`_feed_forward` undone: the parts without the layer's output, and two gradients.
-
-        These are the gradients of what it read and of `params`.
-        """
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        params = self._cast(block, params)
-
-        def of_positions(first, seen, written, d_out, d_read, kept, params, zeros, rng):
-            length = written[0].shape[1]
-            n_chunks = -(-length // (block.feed_forward.chunk_size or length))
-
-            def chunk(carry, start, size):
-                written, d_read, d_params = carry
-
-                def run(params, read):
-                    params = in_parts(params, n_chunks)
-                    return self._chunk(block, params, read, first + start, rng)
-
-                chunk = StreamParts(*_slice((seen, written), start, size))
-                read = self._coupling.read(chunk)
-                (out, _), vjp = jax.vjp(run, params, read)
-                if kept is not None:
-                    out = _slice(kept, start, size).astype(jnp.float32)
-                elif self.exact:
-                    out = self._separately(lambda *args: run(*args)[0], params, read)
-                d_chunk, d_read_chunk = vjp(_slice((d_out, d_read), start, size))
-                return (
-                    _update(written, start, chunk.minus(out).written),
-                    _update(d_read, start, d_read_chunk),
-                    jax.tree.map(lambda x, d: x + d.astype(x.dtype), d_params, d_chunk),
-                )
-
-            carry = (written, d_read, zeros)
-            *arrays, d_params = _over_chunks(chunk, carry, block.feed_forward.chunk_size)
-            return tuple(arrays), d_params
-
-        streams = parts.seen, parts.written, gradient.out, gradient.read, kept
-        (written, d_read), d_params = devices.by_positions(
-            of_positions, streams, (params, zeros, rng), sums=True
-        )
-        return parts._replace(written=written), d_read, d_params
-
-    def _chunk(self, block: TransformerBlock, params, x, start, rng) -> tuple[Array, Array]:
-        """A chunk's output, and its input for its other readers."""
-        norm = params["feed_forward_norm"]
-        h, x = self._norm_of(norm).with_residual(norm, x)
-        out = block.feed_forward.apply_chunk(params["feed_forward"], h, start, rng)
-        return self._residual(out), x
-
-    def _cast(self, block: TransformerBlock, params):
-        """The feed-forward weights in `dtype`: cast once, and not in every chunk."""
-        cast = block.feed_forward.cast(params["feed_forward"], self.dtype)
-        return params | {"feed_forward": cast}
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(stack: ReversibleStack, params, streams: Streams, side: SideInputs, rng) -> Streams:
@@ -449,30 +344,3 @@ _run.defvjp(_run_forward, _run_backward)
 def _params_of(block: dict, name: str) -> dict:
     """A block's parameters: those of one sublayer and of its norm."""
     return {f"{name}_norm": block[f"{name}_norm"], name: block[name]}
-
-
-def _slice(tree: Any, start, size: int) -> Any:
-    """Positions from `start` on of each array `[B, T, D]`."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1), tree)
-
-
-def _update(tree: Any, start, parts: Any) -> Any:
-    """The arrays, with `parts` as their positions from `start` on."""
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-    return jax.tree.map(lambda x, part: put(x, part, start), tree, parts)
-
-
-def _over_chunks(body: Callable, carry: Any, chunk_size: int) -> Any:
-    """`carry = body(carry, start, size)` over the positions of the carry's first array.
-
-    The last chunk may be shorter. With `chunk_size` 0 there is one.
-    """
-    length = jax.tree.leaves(carry)[0].shape[1]
-    size = min(chunk_size or length, length)
-    n_chunks, rest = divmod(length, size)
-    if n_chunks == 1:
-        carry = body(carry, 0, size)
-    else:
-        starts = size * jnp.arange(n_chunks)
-        carry = jax.lax.scan(lambda c, start: (body(c, start, size), None), carry, starts)[0]
-    return body(carry, n_chunks * size, rest) if rest else carry

@@ -10,7 +10,8 @@ import jax
 from jaxtyping import Array
 
 from reformax.layers import remat
-from reformax.layers.multi_head import QKV, MultiHead
+from reformax.layers.multi_head import QKV
+from reformax.layers.planned_attention import PlannedAttention
 from reformax.ops.masking.masks import tokens_of
 
 
@@ -26,7 +27,7 @@ class AttentionSublayer(NamedTuple):
 
     stack: Any  # the `ReversibleStack` that has it
     name: str
-    layer: MultiHead
+    layer: PlannedAttention
     memory: tuple[Array, ...]  # one array, or none
     segment_ids: Any
     rng: Any

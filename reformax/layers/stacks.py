@@ -15,18 +15,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.buffers import Buffer
 from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields
-from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention
+from reformax.layers.base import Layer
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import NORMS, LayerNorm, NoNorm, NormName, NormPlace, norm_places
-from reformax.layers.matrices import Unnormed, computed
-from reformax.layers.multi_head import KEPT_MASS, MultiHead
+from reformax.layers.planned_attention import KEPT_MASS, PlannedAttention
+from reformax.layers.stack_decoding import Repeat, StackDecoding
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
@@ -47,21 +47,14 @@ class TransformerBlock(NamedTuple):
     cross_attention: CrossAttention | None = None
 
     @property
-    def attentions(self) -> dict[str, MultiHead]:
+    def attentions(self) -> dict[str, PlannedAttention]:
         """The attention sublayers in their order, by the names that their weights have."""
         both = {"attention": self.attention, "cross_attention": self.cross_attention}
         return {name: layer for name, layer in both.items() if layer is not None}
 
 
-class Repeat(NamedTuple):
-    """One repeat of the cycle, as a scan over the depth reads it."""
-
-    index: Array
-    params: Any
-
-
 @dataclasses.dataclass(eq=False, repr=False)
-class BlockStack(Layer):
+class BlockStack(StackDecoding, Layer):
     """The layers of `ResidualStack` and `ReversibleStack`: weights, rngs, the scan, decoding.
 
     Every sublayer reads the stream and adds to it; reversible stacks have two, or slots
@@ -255,263 +248,3 @@ class BlockStack(Layer):
     def _norm_of(self, params) -> LayerNorm:
         """The norm of a sublayer's input; a place without one has no weights."""
         return self._norm if params else self._no_norm
-
-    def _unnormed(self, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"] | Unnormed:
-        """A sublayer's input in decoding."""
-        return Unnormed(self._norm, params, x) if params else x.astype(self.dtype)
-
-    # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row. In a
-    # step the products with a sublayer's matrices compute its norm and add to the stream.
-
-    def _decode(
-        self, params, name: str, streams: tuple[Array, ...], sublayer: Callable
-    ) -> tuple[tuple[Array, ...], Any]:
-        """The streams after a sublayer.
-
-        Args:
-          params: the layer's weights.
-          name: the sublayer's.
-          streams: those before it.
-          sublayer: `(params, input, added=stream) -> (output, anything)`. The input is an array
-            or `Unnormed`, and the output is added to the stream unless that is None.
-
-        Returns:
-          The streams, and the sublayer's second output.
-        """
-        raise NotImplementedError
-
-    def _decode_repeat(
-        self,
-        streams: tuple[Array, ...],
-        repeat: Repeat,
-        sublayers_of: Callable,
-        divided: bool = False,
-    ) -> tuple[tuple[Array, ...], tuple[tuple, tuple]]:
-        """The streams after a repeat of the cycle.
-
-        Args:
-          streams: those before it.
-          repeat: its weights.
-          sublayers_of: `(repeat, i, source) -> {name: sublayer}`, the sublayers of block `i` as
-            `_decode` takes them. That of attention returns `(output, (cache, *others))`, and
-            `source` is the second of the block whose plan block `i` reuses; None: it makes its own.
-          divided: whether devices share the positions of the streams.
-
-        Returns:
-          The streams, the cache of each block, and the second output of its cross-attention.
-        """
-        attention, memory_kv = [], []
-        for i, source in enumerate(self._sources):
-            p, found = repeat.params[f"block_{i}"], {}
-            source = None if source is None else attention[source]
-            for name, sublayer in sublayers_of(repeat, i, source).items():
-                streams, found[name] = self._decode(p, name, streams, sublayer)
-            if divided:
-                streams = tuple(map(devices.over_sequence, streams))
-            attention.append(found["attention"])
-            memory_kv.append(found.get("cross_attention"))
-        return streams, (tuple(cache for cache, *_ in attention), tuple(memory_kv))
-
-    def _decode_all(
-        self, params, streams: Sequence[Array], sublayers_of: Callable, divided: bool = False
-    ) -> tuple[tuple[Array, ...], tuple, tuple]:
-        """The streams after the stack, and what `_decode_repeat` returns of each repeat.
-
-        `params` are of each repeat. The layers are written out: a scan would copy each layer's
-        weights and cache whole, and a step touches little of them.
-        """
-        streams, found = self._opened(streams), []
-        for index, of_repeat in enumerate(params):
-            repeat = Repeat(index, of_repeat)
-            streams, outputs = self._decode_repeat(streams, repeat, sublayers_of, divided)
-            found.append(outputs)
-        return streams[: self.n_streams], *zip(*found, strict=True)
-
-    def for_decoding(self, params) -> tuple[Any, ...]:
-        """The weights for decoding: a tree for each repeat, in the dtype sublayers compute in."""
-
-        def for_step(i, params):
-            merged = {
-                name: layer.for_decoding(params[name], self.dtype)
-                for name, layer in self.blocks[i].attentions.items()
-            }
-            feed_forward = self.blocks[i].feed_forward
-            cast = feed_forward.for_decoding(params["feed_forward"], self.dtype)
-            return params | merged | {"feed_forward": cast}
-
-        return tuple(
-            {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self.blocks))}
-            for layer in self._unstack(params)
-        )
-
-    def prefill(
-        self,
-        params,
-        streams: Sequence[Array],
-        lengths: Int[Array, " B"],
-        capacity: int,
-        rng=None,
-        memory: Float[Array, "B S D"] | None = None,
-        memory_segment_ids: Int[Array, "B S"] | None = None,
-    ) -> tuple[tuple[Array, ...], Any, Any]:
-        """Reads prompts, or with a memory each target's first token.
-
-        See `Attention.prefill` and `CrossAttention.precompute_kv`. With a memory the streams have
-        one position, and `params` are those of `for_decoding`.
-
-        Returns:
-          The streams after the stack, the caches, and the keys and values of the memory, None
-          without one.
-        """
-
-        def sublayers(repeat: Repeat, i: int, source):
-            block, rngs = self.blocks[i], self._rngs(rng, repeat, i)
-            attend = functools.partial(
-                block.attention.prefill,
-                lengths=lengths,
-                capacity=capacity,
-                rng=rngs["attention"],
-                plan=None if source is None else source[1],
-            )
-            found = {"attention": _unfused(_in_tuple(attend))}
-            if not self._cross:
-                return found | {"feed_forward": _unfused(_without_cache(block.feed_forward.apply))}
-
-            def cross(p, h, added):
-                layer, rng = block.cross_attention, rngs["cross_attention"]
-                memory_kv = layer.precompute_kv(p, memory, self.dtype, rng)
-                return layer.step(p, h, memory_kv, memory_segment_ids, added), memory_kv
-
-            feed_forward = _without_cache(block.feed_forward.step)
-            return found | {"cross_attention": cross, "feed_forward": feed_forward}
-
-        if self._cross:
-            return self._decode_all(params, streams, sublayers)
-        body = functools.partial(self._decode_repeat, sublayers_of=sublayers)
-        streams, (caches, _) = self._scan(body, self._opened(streams), params)
-        return streams[: self.n_streams], self._unstack(caches), None
-
-    def first_caches(self, params, batch: int, capacity: int, rng=None) -> Any:
-        """The caches of all layers before the first position; see `Attention.first_cache`."""
-
-        def of(index, i, p):
-            this = Repeat(index, p)
-            options = batch, capacity, self.dtype, self._rngs(rng, this, i)["attention"]
-            p = devices.gathered(p[f"block_{i}"]["attention"])
-            return self.blocks[i].attention.first_cache(p, *options)
-
-        return tuple(
-            tuple(of(index, i, p) for i in range(len(self.blocks)))
-            for index, p in enumerate(self._unstack(params))
-        )
-
-    def read_on(
-        self,
-        params,
-        streams: Sequence[Array],
-        lengths: Int[Array, " B"],
-        position: Int[Array, " B"],
-        caches: Any,
-    ) -> tuple[tuple[Array, ...], Any]:
-        """The streams of several more positions of each row, and the caches with them.
-
-        See `Attention.read_on`.
-        """
-
-        def sublayers(repeat: Repeat, i: int, source):
-            block = self.blocks[i]
-            attend = functools.partial(
-                block.attention.read_on,
-                lengths=lengths,
-                position=position,
-                cache=caches[repeat.index][i],
-                chosen=() if source is None else source[1],
-            )
-            return {
-                "attention": _unfused(_in_tuple(attend)),
-                "feed_forward": _unfused(_without_cache(block.feed_forward.apply)),
-            }
-
-        params = map(devices.gathered, self._unstack(params))
-        return self._decode_all(params, streams, sublayers, divided=True)[:2]
-
-    def step(
-        self,
-        params,
-        streams: Sequence[Array],
-        caches: Any,
-        position: Int[Array, " B"],
-        origins: Int[Array, "G K C"] | None = None,
-        memory_kv: Any = None,
-        memory_segment_ids: Int[Array, "E S"] | None = None,
-    ) -> tuple[tuple[Array, ...], Any]:
-        """The streams `[B, 1, D]` of each row's next position, and the caches with it.
-
-        `params` are the weights from `for_decoding`, `memory_kv` is from `prefill`; for `origins`
-        see `Attention.step`.
-        """
-
-        def sublayers(repeat: Repeat, i: int, source):
-            block, chosen = self.blocks[i], None
-            if source is not None:
-                chosen = self.blocks[self._sources[i]].attention.newest_choice(*source)
-            attend = functools.partial(
-                block.attention.step,
-                cache=caches[repeat.index][i],
-                position=position,
-                origins=origins,
-                chosen=chosen,
-            )
-            found = {"attention": _in_tuple(attend)}
-            if self._cross:
-                cross = functools.partial(
-                    block.cross_attention.step,
-                    memory_kv=memory_kv[repeat.index][i],
-                    memory_segment_ids=memory_segment_ids,
-                )
-                found["cross_attention"] = _without_cache(cross)
-            return found | {"feed_forward": _without_cache(block.feed_forward.step)}
-
-        return self._decode_all(params, streams, sublayers)[:2]
-
-    def reorder_cache(self, caches: Any, rows: Int[Array, " R"]) -> Any:
-        """The caches of beams that continue `rows`; see `Attention.reorder_cache`."""
-        return tuple(
-            tuple(
-                block.attention.reorder_cache(cache, rows)
-                for block, cache in zip(self.blocks, repeat, strict=True)
-            )
-            for repeat in caches
-        )
-
-    def _unstack(self, tree: Any) -> tuple[Any, ...]:
-        """The tree of each repeat, from arrays with a leading axis of repeats."""
-        return tuple(
-            jax.tree.map(lambda x: x[i], tree)  # noqa: B023
-            for i in range(self._n_repeats)
-        )
-
-
-def _without_cache(sublayer: Callable) -> Callable:
-    """A sublayer that returns its output only, for `BlockStack._decode`."""
-    return lambda params, x, **added: (sublayer(params, x, **added), None)
-
-
-def _in_tuple(sublayer: Callable) -> Callable:
-    """A sublayer that returns several values, for `_decode`: all but the first as one."""
-
-    def run(params, x, **added):
-        out, *others = sublayer(params, x, **added)
-        return out, tuple(others)
-
-    return run
-
-
-def _unfused(sublayer: Callable) -> Callable:
-    """A sublayer whose products neither compute a norm nor add to a stream, for `_decode`."""
-
-    def run(params, x, added):
-        out, other = sublayer(params, computed(x))
-        return out if added is None else added + out.astype(added.dtype), other
-
-    return run

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Rate, check
-from reformax.layers._trax import USE_EVAL, Layer, refuse_one_position
 from reformax.layers.attention import Attention
+from reformax.layers.base import USE_EVAL, Layer, refuse_one_position
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.multi_head import QKV
 from reformax.ops import dense, local, lsh, shared_qk

@@ -14,7 +14,8 @@ from reformax import devices
 from reformax.declared import Depth, SettingError, Size, VocabSize
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
-from reformax.models.base import AttentionType, Model, check_embedding
+from reformax.models.arguments import check_embedding
+from reformax.models.base import AttentionType, Model
 from reformax.ops.masking.masks import Ids, Tokens, tokens_of
 
 

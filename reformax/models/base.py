@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import (
@@ -23,7 +21,6 @@ from reformax.declared import (
     SettingError,
     Size,
     check_fields,
-    shown,
 )
 from reformax.layers import (
     Attention,
@@ -45,7 +42,7 @@ from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
-from reformax.models.designs import Activation, Design
+from reformax.models.designs import Activation, Design, check_read, weighs_far
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
@@ -238,12 +235,11 @@ class Model(Layer, TaskModel):
           cross: the algorithm of the attention to a memory; None: the blocks have none.
         """
         cycle, design = cycle_of(getattr(self, argument)), self.design
-        self._check_cycle(argument, cycle, causal)
+        rotating = design.rotating(self.pos_type, cycle)
+        self._check_cycle(argument, cycle, rotating, causal)
         ops = [op for name in self._attention_types for op in cycle_of(getattr(self, name))]
-        design.check_read(self._attention_types, ops)
+        check_read(vars(design), " or ".join(self._attention_types), ops)
         cycle = [design.of_op(op) for op in cycle]
-        options = self._attention_options()
-        by_distance = self._position_bias
         places = norm_places(design.norm_place, len(cycle))
         if cross:
             cross = design.of_op(cross)
@@ -251,71 +247,33 @@ class Model(Layer, TaskModel):
             TransformerBlock(
                 Attention(
                     op,
-                    **options | _all_heads(op) | self._of_op(op),
-                    output_norm=place != "input",
+                    **self._attention_options(op, place),
                     causal=causal,
-                    key_conv=design.key_conv if design.weighs_far(op) else None,
+                    key_conv=design.key_conv if weighs_far(op) else None,
                     use_rotary=rotates,
                     rotary=design.rotary_of(op) if rotates else RotaryAngles(),
                     rotary_grid=self.pos_axial_shape if rotates else (),
-                    position_bias=by_distance if op.bias else None,
+                    position_bias=self._position_bias if op.bias else None,
                     next_value=self.next_value and causal and op.never_sees_itself,
                 ),
                 self._feed_forward(place),
                 cross
                 and CrossAttention(
-                    cross,
-                    **options | {"n_qk_heads": None} | self._of_op(cross),
-                    output_norm=place != "input",
+                    cross, **self._attention_options(cross, place) | {"n_qk_heads": None}
                 ),
             )
-            for op, rotates, place in zip(cycle, self._rotating(cycle), places, strict=True)
+            for op, rotates, place in zip(cycle, rotating, places, strict=True)
         ]
 
-    def _of_op(self, op: AttentionOp) -> dict[str, Any]:
-        """The options of a layer by what its algorithm does."""
-        design = self.design
-        options = dict(
-            qk_norm=design.qk_norm if op.dropout else False,
-            scale=design.attention_scale if op.dropout else None,
-            gate=None if op.gated else design.attention_gate,
-        )
-        if not op.carries_state:
-            return options
-        sizes = dict(
-            n_heads=design.recurrent_heads,
-            n_qk_heads=design.recurrent_qk_heads,
-            d_qk=design.recurrent_d_key,
-            d_v=design.recurrent_d_value,
-        )
-        given = {name: size for name, size in sizes.items() if size is not None}
-        # Heads of keys and values are those of attention.
-        return options | given | ({"n_kv_heads": None} if given else {})
-
-    def _check_cycle(self, argument: str, cycle: Sequence[AttentionOp], causal: bool) -> None:
+    def _check_cycle(
+        self, argument: str, cycle: Sequence[AttentionOp], rotating: Sequence[bool], causal: bool
+    ) -> None:
         """Raises `SettingError` for no algorithm, or a setting that none of them would read."""
         if not cycle:
             raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
-        if self.n_kv_heads is not None and all(op.shared_qk for op in cycle):
-            raise SettingError(
-                f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
-                "queries: leave it out, or give one that projects keys, such as dense.dense()"
-            )
-        if self.n_qk_heads is not None and not any(op.more_value_heads for op in cycle):
-            raise SettingError(
-                f"n_qk_heads is {self.n_qk_heads} and every op of {argument} makes its keys of the "
-                "queries: leave it out, or give one that projects keys, such as kda.kda()"
-            )
-        if self._position_bias and not any(op.bias for op in cycle):
-            raise SettingError(
-                f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
-                "whose bias is True, such as flash.flash()"
-            )
-        if self.design.rotary_layers and len(self.design.rotary_layers) != len(cycle):
-            raise SettingError(
-                f"rotary_layers has {len(self.design.rotary_layers)} values and {argument} "
-                f"{len(cycle)} ops: expected one for each"
-            )
+        given = dict(n_kv_heads=self.n_kv_heads, n_qk_heads=self.n_qk_heads)
+        given |= dict(pos_type=self._position_bias, next_value=self.next_value and causal)
+        check_read(given, argument, cycle)
         for name in ("rotary_layers", "rotary_local_base"):
             value = getattr(self.design, name)
             if value and self.pos_type not in ROTARY:
@@ -323,21 +281,15 @@ class Model(Layer, TaskModel):
                     f"{name} is {value} and pos_type is {self.pos_type!r}, by which no layer has "
                     "rotary positions: set pos_type='rotary'"
                 )
-        if self.pos_type in ROTARY and self.pos_axial_shape and not any(self._rotating(cycle)):
+        if self.pos_type in ROTARY and self.pos_axial_shape and not any(rotating):
             raise SettingError(
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
-        if self.design.rotary != RotaryAngles() and not any(self._rotating(cycle)):
+        if self.design.rotary != RotaryAngles() and not any(rotating):
             raise SettingError(
                 f"the design has {self.design.rotary} and pos_type is {self.pos_type!r}, by which "
                 f"no op of {argument} has rotary positions: set pos_type='rotary'"
-            )
-        if self.next_value and causal and not any(op.never_sees_itself for op in cycle):
-            raise SettingError(
-                f"next_value is True and no op of {argument} hides a position from itself: set "
-                "next_value=False, or give one that does, such as "
-                "lsh.lsh(attend_self_if_alone=False)"
             )
 
     @property
@@ -345,33 +297,40 @@ class Model(Layer, TaskModel):
         """The bias by distance that self-attention adds to its logits; None: none."""
         return self.pos_type if self.pos_type in ("alibi", "t5") else None
 
-    def _rotating(self, cycle: Sequence[AttentionOp]) -> list[bool]:
-        """Whether queries and keys of self-attention have rotary positions, for each algorithm."""
-
-        def rotates(op: AttentionOp) -> bool:
-            return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.local)
-
-        chosen = self.design.rotary_layers or [True] * len(cycle)
-        return [rotary and rotates(op) for op, rotary in zip(cycle, chosen, strict=True)]
-
-    def _attention_options(self) -> dict[str, Any]:
-        return dict(
+    def _attention_options(self, op: AttentionOp, norm_place: NormPlace) -> dict[str, Any]:
+        """The options of an attention layer, by what its algorithm does."""
+        design = self.design
+        options = dict(
             n_heads=self.n_heads,
             d_qk=self._head_size(self.d_attention_key),
             d_v=self._head_size(self.d_attention_value),
-            n_kv_heads=self.n_kv_heads,
-            n_qk_heads=self.n_qk_heads,
-            bias=self.design.attention_bias,
-            output_bias=self.design.output_bias,
+            n_kv_heads=None if op.shared_qk else self.n_kv_heads,
+            n_qk_heads=self.n_qk_heads if op.more_value_heads else None,
+            bias=design.attention_bias,
+            output_bias=design.output_bias,
             attention_dropout=self.attention_dropout,
             output_dropout=self.dropout,
-            init_std=self.design.init_std,
-            norm=self.design.norm,
-            norm_epsilon=self.design.norm_epsilon,
+            init_std=design.init_std,
+            norm=design.norm,
+            norm_epsilon=design.norm_epsilon,
+            output_norm=norm_place != "input",
+            qk_norm=design.qk_norm if op.dropout else False,
+            scale=design.attention_scale if op.dropout else None,
+            gate=None if op.gated else design.attention_gate,
             float8=self.dtype == "float8",
             amax_history=self.amax_history,
             mode=self.mode,
         )
+        recurrent = dict(
+            n_heads=design.recurrent_heads,
+            n_qk_heads=design.recurrent_qk_heads,
+            d_qk=design.recurrent_d_key,
+            d_v=design.recurrent_d_value,
+        )
+        given = {name: size for name, size in recurrent.items() if size is not None}
+        if op.carries_state and given:  # heads of keys and values are those of attention
+            options |= {"n_kv_heads": None} | given
+        return options
 
     def _head_size(self, size: int | None) -> int:
         if size is not None:
@@ -463,48 +422,6 @@ def _kept(model: Residual | Reversible) -> dict[str, Any]:
     return dict(remat_policy=model.remat_policy, offload_activations=offload)
 
 
-def _all_heads(op: AttentionOp) -> dict[str, None]:
-    """The numbers of heads that a layer of `op` does not have."""
-    makes = {"n_kv_heads": not op.shared_qk, "n_qk_heads": op.more_value_heads}
-    return {name: None for name, made in makes.items() if not made}
-
-
 def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:
     """The algorithms of a cycle of layers; a single one is a cycle of one."""
     return [ops] if isinstance(ops, AttentionOp) else ops
-
-
-def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
-    """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
-    if not hasattr(tokens, "dtype"):
-        raise ValueError(
-            f"{name} is {shown(tokens)}: expected an array of integers [batch, length]"
-        )
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
-            "[batch, length]"
-        )
-    if segment_ids is not None and np.shape(segment_ids) != tokens.shape:
-        raise ValueError(
-            f"segment_ids has shape {np.shape(segment_ids)}: expected that of {name}, "
-            f"{tokens.shape}"
-        )
-
-
-def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:
-    """Raises a `ValueError` for the weights of a model of other sizes."""
-    if params[name].shape != (vocab_size, d_model):
-        raise ValueError(
-            f"params[{name!r}] has shape {params[name].shape}: expected [vocab_size, d_model], "
-            f"{(vocab_size, d_model)}"
-        )
-
-
-def check_capacity(capacity: int, max_length: int | None) -> None:
-    """Raises a `ValueError` if decoding asks for more positions than the model's hold."""
-    if max_length is not None and capacity > max_length:
-        raise SettingError(
-            f"capacity is {capacity}: expected at most {max_length}, which is what the model's "
-            "positions hold"
-        )

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array
@@ -43,6 +43,73 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
+
+
+def weighs_far(op: AttentionOp) -> bool:
+    """Whether an algorithm makes attention weights of more keys than a window's."""
+    return op.dropout and not op.local
+
+
+class Readers(NamedTuple):
+    """The algorithms that read a setting."""
+
+    are: Callable[[AttentionOp], bool]
+    do: str
+    one: str  # how an error asks for one
+
+
+_RECURRENT = Readers(
+    lambda op: op.carries_state, "is a recurrence", "one, such as gated_delta.gated_delta()"
+)
+_WEIGHING = Readers(
+    lambda op: op.dropout, "makes attention weights", "one that does, such as flash.flash()"
+)
+READERS = {
+    "n_kv_heads": Readers(
+        lambda op: not op.shared_qk, "projects keys", "one that does, such as dense.dense()"
+    ),
+    "n_qk_heads": Readers(
+        lambda op: op.more_value_heads, "projects keys", "one that does, such as kda.kda()"
+    ),
+    "pos_type": Readers(
+        lambda op: op.bias, "adds a bias", "one whose bias is True, such as flash.flash()"
+    ),
+    "next_value": Readers(
+        lambda op: op.never_sees_itself,
+        "hides a position from itself",
+        "one that does, such as lsh.lsh(attend_self_if_alone=False)",
+    ),
+    "attention_gate": Readers(
+        lambda op: not op.gated, "lacks a gate", "one whose gated is False, such as flash.flash()"
+    ),
+    "rotary_local_base": Readers(
+        lambda op: op.local, "is local", "one, such as local.local(window=64)"
+    ),
+    **dict.fromkeys(("soft_cap", "qk_norm", "attention_scale"), _WEIGHING),
+    **dict.fromkeys(
+        ("scale_by_length", "key_conv"),
+        _WEIGHING._replace(are=weighs_far, do="makes attention weights of more than a window"),
+    ),
+    **{f"recurrent_{size}": _RECURRENT for size in ("heads", "qk_heads", "d_key", "d_value")},
+}
+
+
+def check_read(settings: Mapping[str, Any], argument: str, ops: Sequence[AttentionOp]) -> None:
+    """Raises `SettingError` for a setting that none of a model's algorithms reads.
+
+    Args:
+      settings: values by their names; None and False are not set.
+      argument: the model's, or several, that the algorithms are from.
+      ops: the algorithms.
+    """
+    for name, readers in READERS.items():
+        value = settings.get(name)
+        if value and not any(map(readers.are, ops)):
+            without = f"set {name}=False" if value is True else "leave it out"
+            raise SettingError(
+                f"{name} is {value!r} and no op of {argument} {readers.do}: {without}, or give "
+                f"{readers.one}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +233,23 @@ class Design:
         own = self.attention_output_bias
         return self.attention_bias if own is None else own
 
+    def rotating(self, pos_type: str, ops: Sequence[AttentionOp]) -> list[bool]:
+        """Whether each layer of a cycle rotates queries and keys, by a model's `pos_type`.
+
+        Raises:
+          SettingError: `rotary_layers` has more values or fewer.
+        """
+        chosen = self.rotary_layers or [True] * len(ops)
+        if len(chosen) != len(ops):
+            raise SettingError(
+                f"rotary_layers has {len(chosen)} values and the cycle {len(ops)} layers: expected "
+                "one for each"
+            )
+        return [
+            rotates and (pos_type == "rotary" or (pos_type == "rotary_local" and op.local))
+            for op, rotates in zip(ops, chosen, strict=True)
+        ]
+
     def rotary_of(self, op: AttentionOp) -> RotaryAngles:
         """The angles in a layer of an algorithm."""
         if self.rotary_local_base is None or not op.local:
@@ -193,57 +277,13 @@ class Design:
         """The design with other choices; None leaves one as it is."""
         return dataclasses.replace(self, **{n: x for n, x in changes.items() if x is not None})
 
-    @staticmethod
-    def weighs_far(op: AttentionOp) -> bool:
-        """Whether an algorithm makes attention weights of more keys than a window's."""
-        return op.dropout and not op.local
-
-    def check_read(self, arguments: Sequence[str], ops: Sequence[AttentionOp]) -> None:
-        """Raises `SettingError` for a choice that none of a model's algorithms would read.
-
-        Args:
-          arguments: the model's, that the algorithms are from; the first is of self-attention.
-          ops: all of the algorithms.
-        """
-        places = " or ".join(arguments)
-        if self.attention_gate and all(op.gated for op in ops):
-            raise SettingError(
-                f"attention_gate is {self.attention_gate!r} and every op of {places} gates its own "
-                "output: leave it out"
-            )
-        recurrent = {name: x for name, x in vars(self).items() if name.startswith("recurrent_")}
-        for name, value in recurrent.items():
-            if value is not None and not any(op.carries_state for op in ops):
-                raise SettingError(
-                    f"{name} is {value} and no op of {places} is a recurrence: leave it out, or "
-                    "give one, such as gated_delta.gated_delta()"
-                )
-        if self.rotary_local_base is not None and not any(op.local for op in ops):
-            raise SettingError(
-                f"rotary_local_base is {self.rotary_local_base} and no op of {places} is local: "
-                "leave it out, or give one, such as local.local(window=64)"
-            )
-        for name in ("soft_cap", "qk_norm", "attention_scale"):
-            if getattr(self, name) and not any(op.dropout for op in ops):
-                raise SettingError(
-                    f"{name} is {getattr(self, name)} and no op of {places} makes attention "
-                    "weights: leave it out, or give one that does, such as flash.flash()"
-                )
-        for name in ("scale_by_length", "key_conv"):
-            if getattr(self, name) and not any(map(self.weighs_far, ops)):
-                raise SettingError(
-                    f"{name} is {getattr(self, name)} and no op of {places} makes attention "
-                    "weights of more than a window: leave it out, or give one that does, such as "
-                    "flash.flash()"
-                )
-
     def of_op(self, op: AttentionOp) -> AttentionOp:
         """An algorithm with the design's options of logits.
 
         Raises:
           SettingError: it has another value of one.
         """
-        far = self.weighs_far(op)
+        far = weighs_far(op)
         options = {
             "soft_cap": self.soft_cap if op.dropout else None,
             "scale_by_length": self.scale_by_length if far else None,

@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.declared import Bounds, Count, SettingError, Size
+from reformax.models.arguments import check_tokens
 from reformax.models.backbone import Backbone
-from reformax.models.base import ROTARY, AttentionType, Residual, Reversible, check_tokens, cycle_of
+from reformax.models.base import ROTARY, AttentionType, Residual, Reversible, cycle_of
 from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh

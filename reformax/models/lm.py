@@ -16,15 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Unsupported
+from reformax.models.arguments import check_capacity, check_embedding, check_tokens
 from reformax.models.backbone import Backbone
-from reformax.models.base import (
-    AttentionType,
-    Residual,
-    Reversible,
-    check_capacity,
-    check_embedding,
-    check_tokens,
-)
+from reformax.models.base import AttentionType, Residual, Reversible
 from reformax.models.logits import affine, affine_params, capped, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
@@ -258,21 +252,16 @@ class LanguageModel(Backbone):
 
     @property
     def angles_change_after(self) -> int | None:
-        """The length beyond which all positions of a text rotate otherwise; None: there is none."""
         rotary = self.design.rotary
         return rotary.trained_length if rotary.scaling == "longrope" else None
 
     @property
     def carries_state(self) -> bool:
-        """Whether the state of a text has one size, however long the text is."""
         return all(block.attention.op.carries_state for block in self._layers.blocks)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a prompt may be read in pieces, each from the state after the one before.
-
-        Then `prefill` of the pieces costs what it does of the whole prompt, and computes the same.
-        """
+        # A piece then also computes what it does in the whole prompt.
         same = all(block.attention.op.reads_ahead for block in self._layers.blocks)
         return same and self.angles_change_after is None
 

@@ -21,16 +21,8 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
 from reformax.layers.dropout import dropout
-from reformax.models.base import (
-    AttentionType,
-    Model,
-    PosType,
-    Residual,
-    Reversible,
-    check_capacity,
-    check_embedding,
-    check_tokens,
-)
+from reformax.models.arguments import check_capacity, check_embedding, check_tokens
+from reformax.models.base import AttentionType, Model, PosType, Residual, Reversible
 from reformax.models.designs import Design
 from reformax.models.logits import capped, logits_product
 from reformax.models.packing import segment_positions, segmented, shift_right

@@ -139,7 +139,6 @@ def test_a_folder_with_its_tokenizer_becomes_a_run_that_is_scored(tmp_path, monk
         (dict(is_decoder=True), "is_decoder is True: expected False"),
         (dict(tie_word_embeddings=False), "tie_word_embeddings is False: expected True"),
         (dict(position_embedding_type="relative_key"), "position_embedding_type is 'relative_key'"),
-        (dict(vocab_size=None), "vocab_size is None: expected"),
     ],
 )
 def test_a_config_that_has_no_model_here(change, message):

@@ -119,13 +119,11 @@ def test_a_round_trip_gives_the_identical_arrays_and_config(tmp_path):
     [
         (dict(n_head=3), "n_embd is 8: expected a multiple of n_head, 3"),
         (dict(n_embd="8"), "n_embd is '8': expected a whole number"),
-        (dict(n_layer=0), "n_layer is 0: expected at least 1"),
         (dict(activation_function="mish"), "activation_function is 'mish': expected 'relu'"),
         (dict(tie_word_embeddings=False), "tie_word_embeddings is False: expected True"),
         (dict(scale_attn_weights=False), "scale_attn_weights is False: expected True"),
         (dict(scale_attn_by_inverse_layer_idx=True), "layer_idx is True: expected False"),
         (dict(bos_token_id=21), "bos_token_id is 21: expected an id below vocab_size, 21"),
-        (dict(n_positions=None), "n_positions is None: expected"),
         (dict(model_type="t5"), "model_type is 't5': expected one of 'reformer', 'gpt2', 'bert'"),
     ],
 )

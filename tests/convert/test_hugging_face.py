@@ -241,13 +241,8 @@ def test_damaged_files(tmp_path):
     "change, message",
     [
         (dict(is_decoder=False), "is_decoder is false"),
-        (dict(attn_layers=["local", "full"]), "attn_layers is"),
-        (dict(hidden_act="mish"), "hidden_act is 'mish': expected 'relu', 'relu2'"),
         (dict(num_buckets=None), "num_buckets is null"),
         (dict(lsh_num_chunks_after=1), "lsh_num_chunks_after is 1"),
-        (dict(hidden_size="many"), "hidden_size is 'many': expected a whole number of at least 1"),
-        (dict(num_attention_heads=0), "num_attention_heads is 0: expected at least 1"),
-        (dict(axial_pos_shape=[64, None]), "axial_pos_shape is [64, None]: expected"),
     ],
 )
 def test_a_config_that_has_no_model_here(change, message):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from reformax import devices, generation
 from reformax.buffers import Meter, advanced, measured
 from reformax.declared import SettingError
-from reformax.generation import decoding, texts
+from reformax.generation import reading, texts
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
@@ -555,7 +555,7 @@ def test_caches_of_generation_are_divided(piece):
     np.testing.assert_array_equal(got, want)
     state = generation.read(model, params, prompts, max_length=77, **shared)
     (_, far, _, flat), *_ = state.model.caches
-    for cache in (far.op, flat):
+    for cache in (far.op, flat.op):
         for x in cache:
             assert x.shape[2] == 80 and x.addressable_shards[0].data.shape[2] == 10
     got = generation.generate(model, params, [[]] * 3, 7, temperature=0, state=state, **shared)
@@ -593,7 +593,8 @@ def test_choices_among_divided_caches_are_those_of_one_device(name):
         np.testing.assert_array_equal(got, want)
     state = generation.read(model, params, prompts, max_length=77, **shared)
     (cache, reusing, _), *_ = state.model.caches
-    lengths = [(x, 2) for x in (*cache.memory, *reusing.memory)] + [(cache.index.keys, 1)]
+    memory = *cache.op.memory, *reusing.op.memory
+    lengths = [(x, 2) for x in memory] + [(cache.op.index.keys, 1)]
     for x, axis in lengths:
         assert x.shape[axis] == 80 and x.addressable_shards[0].data.shape[axis] == 10
 
@@ -627,7 +628,7 @@ def test_a_device_holds_its_part_of_the_caches():
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             *(state, first.output_shardings),
         )
-        read = decoding._read_piece.lower(model, mesh, params, *piece, state).compile()
+        read = reading.read_piece.lower(model, mesh, params, *piece, state).compile()
         return read.memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(params))
 
     (one, weights), (eighth, _) = memory(None), memory(CONTEXT)

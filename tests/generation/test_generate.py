@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from reformax import generation
-from reformax.generation import decoding, prompts
+from reformax.generation import decoding, prompts, reading
 from reformax.models import ReformerLM
 from reformax.ops import local, lsh
 from tests.layers import plain
@@ -95,7 +95,7 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     options = dict(max_length=64)
     for top_k in (0, 2):  # without tokens left out, and with
         generation.generate(model, params, PROMPTS, 2, **options, top_k=top_k)
-    before = decoding._prefill._cache_size(), decoding._go_on._cache_size()
+    before = reading.prefill._cache_size(), decoding._go_on._cache_size()
     assert min(before) > 0
     for given, n, more in [
         (PROMPTS, 1, {}),
@@ -105,7 +105,7 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     ]:
         generation.generate(model, params, given, n, **options, **more)
     generation.generate(model, params, PROMPTS, 9)  # 16 tokens have room for 64
-    assert (decoding._prefill._cache_size(), decoding._go_on._cache_size()) == before
+    assert (reading.prefill._cache_size(), decoding._go_on._cache_size()) == before
 
 
 def test_a_row_ends(model, params):

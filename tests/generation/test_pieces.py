@@ -9,7 +9,7 @@ import pytest
 
 from reformax import generation
 from reformax.declared import SettingError
-from reformax.generation import decoding, texts
+from reformax.generation import reading, texts
 from reformax.models import ReformerLM, TransformerLM
 from reformax.models.designs import Design
 from reformax.ops import csa, dense, dsa, flash, kda, local, lsh, moba, nsa, shared_qk
@@ -29,6 +29,7 @@ CYCLES = {
     "slots": dict(op=(OPS["linear"], ALONE), kind=ReformerLM, n_slots=3, next_value=True),
     "chosen": dict(op=(moba.moba(block_size=4), NSA), design=Design(key_conv=3)),
     "reused": dict(op=(dsa.dsa(top_k=5), dsa.dsa(top_k=5, reuse=True))),
+    "recurrences": dict(op=tuple(OPS.values()), n_layers=6),
     "bias": dict(op=(dense.dense(), dense.dense()), pos_type="alibi"),
     "post": dict(op=(kda.kda(chunk_len=4), dense.dense()), post_norm=True, pos_type="sinusoidal"),
     "summaries": dict(op=(csa.csa(block_size=2, window=4), dense.dense())),
@@ -58,8 +59,8 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(name):
         params, tokens, lengths, capacity=40, rng=KEY
     )
     given = texts.Resumed([np.array(row) for row in rows], None, jnp.int32(0), [0] * 3, 0)
-    reading = decoding._Reading(40, KEY, None, 1, 7)
-    got, state = decoding._read_texts(model, params, given, reading)
+    pieces = reading.Reading(40, KEY, None, 1, 7)
+    got, state = reading.read_texts(model, params, given, pieces)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
     step, weights, new = jax.jit(model.step), model.for_decoding(params), np.array([3, 1, 2])
     want, got = (step(weights, new, held)[0] for held in (whole, state))
@@ -91,7 +92,7 @@ def test_ordinary_lsh_reads_by_its_steps():
     model, params = build((op, op), ReformerLM)
     given = texts.Resumed([np.array(LONG)], None, jnp.int32(0), [0], 0)
     whole, few, more = (
-        decoding._read_texts(model, params, given, decoding._Reading(40, KEY, None, 1, piece))[0]
+        reading.read_texts(model, params, given, reading.Reading(40, KEY, None, 1, piece))[0]
         for piece in (None, 5, 16)
     )
     state, weights = model.first_state(params, 1, 40, KEY), model.for_decoding(params)
@@ -114,7 +115,7 @@ def test_memory_does_not_grow_with_the_prompt(name):
         given = None, params, KEY, np.zeros(1, np.int32)
         state = texts.compiled_first_state.eval_shape(model, capacity, *given)
         piece = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        found = decoding._read_piece.lower(model, None, params, *piece, state).compile()
+        found = reading.read_piece.lower(model, None, params, *piece, state).compile()
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         return found.memory_analysis(), held
 
@@ -127,15 +128,15 @@ def test_memory_does_not_grow_with_the_prompt(name):
 @pytest.mark.slow
 def test_long_prompts_are_read_in_pieces(monkeypatch):
     """By themselves where that computes the same, and never in a piece longer than set."""
-    monkeypatch.setattr(decoding, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 64)
     sizes = []
-    read = decoding._read_piece
+    read = reading.read_piece
 
     def spy(model, mesh, params, tokens, *others):
         sizes.append(tokens.shape[1])
         return read(model, mesh, params, tokens, *others)
 
-    monkeypatch.setattr(decoding, "_read_piece", spy)
+    monkeypatch.setattr(reading, "read_piece", spy)
     model, params = build((WINDOWS, dense.dense()))
     long = np.random.default_rng(1).integers(0, 16, 150).tolist()
     options = dict(temperature=0, max_length=160)
@@ -144,8 +145,8 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
     assert found[1].tolist() == generation.generate(model, params, [[1]], 6, **options)[0].tolist()
     hashing, its = build((WINDOWS, STRICT))  # whose steps one after the other would be slow
     given = texts.resumed(hashing, its, [np.array(long)], None, 1)
-    reading = functools.partial(decoding._reading_of, hashing, given, 160, 0, None, 1)
-    assert [reading(piece).piece for piece in (None, 4)] == [None, 4]
+    of_piece = functools.partial(reading.reading_of, hashing, given, 160, 0, None, 1)
+    assert [of_piece(piece).piece for piece in (None, 4)] == [None, 4]
 
 
 def test_errors():

@@ -253,10 +253,8 @@ def test_computes_in_the_dtype_of_its_input(row):
     "options, message",
     [
         (dict(n_heads=0), "n_heads is 0: expected at least 1"),
-        (dict(d_qk=0), "d_qk is 0: expected at least 1"),
         (dict(n_heads=3, n_kv_heads=2), "n_kv_heads is 2: expected a divisor of n_heads, 3"),
         (dict(n_kv_heads=1, op=shared_qk.shared_qk()), "n_kv_heads is 1, but shared_qk() makes"),
-        (dict(d_v=-1), "d_v is -1: expected at least 1"),
         (dict(op="lsh"), "op is 'lsh': expected an AttentionOp, such as lsh.lsh()"),
         (dict(op=dense.dense), "op is <class 'reformax.ops.dense.dense'>: expected an AttentionOp"),
         (dict(attention_dropout=1.0), "attention_dropout is 1.0: expected a rate in [0, 1)"),
@@ -362,9 +360,9 @@ def test_a_key_brings_the_next_value(op):
 
     cache = plain.assert_decodes(layer, params, x, lengths, whole, RNG)
     # Beams that go on from one parent have different values there, so their caches are separate.
-    np.testing.assert_array_equal(
-        layer.reorder_cache(cache, np.array([1, 1])).last, cache.last[np.array([1, 1])]
-    )
+    second = np.array([1, 1])
+    reordered = layer.reorder_cache(cache, second)
+    np.testing.assert_array_equal(reordered.last_value, cache.last_value[second])
 
 
 def test_what_cannot_decode():

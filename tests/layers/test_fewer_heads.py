@@ -40,7 +40,7 @@ def test_every_op_has_them_or_says_why_not(row, option):
         with pytest.raises(Unsupported, match="makes its keys of the queries: "):
             layer_of(row, op, **{option: FEW})
         sizes = dict(vocab_size=7, d_model=8, n_layers=1, n_heads=N)
-        with pytest.raises(SettingError, match=f"^{option} is {FEW} and .* keys of the queries: "):
+        with pytest.raises(SettingError, match=f"^{option} is {FEW} and no op .* projects keys: "):
             TransformerLM(**sizes, **{option: FEW}, attention_type=op)
         return
     layer = layer_of(row, op, **{option: FEW})

@@ -220,6 +220,18 @@ def test_scales_suit_the_one_part_of_a_batch_that_has_targets():
         assert jnp.linalg.norm(chunks - whole) < 0.05 * jnp.linalg.norm(whole), name
 
 
+@pytest.mark.parametrize("root", [0.999, 1.001, 90.0])
+def test_a_number_of_one_part_of_many_is_within_the_range(root):
+    """Where all other parts have zeros alone; a root just below a power of two leaves least."""
+    seen, n_parts = float8.history(2), 22_000
+    largest = root * n_parts ** (1 / 8)
+    found = types.SimpleNamespace(largest=jnp.float32(largest))
+    seen = advanced(seen, float8.History(float8.change(seen.value, *[found] * 3) / n_parts))
+    for row, dtype in zip(seen.value, float8.OPERANDS, strict=True):
+        assert row[0] < largest / 3
+        assert largest * float8.delayed_scale(row, dtype) <= float(jnp.finfo(dtype).max)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e6, 1e30])
 def test_histories_follow_numbers_of_any_size(size):
     seen = float8.history(2)

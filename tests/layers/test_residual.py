@@ -74,11 +74,6 @@ def test_dtype_is_what_sublayers_compute_in():
     assert 1e-4 < np.abs(wide - narrow).max() < 0.1
 
 
-def test_cannot_repeat_part_of_a_cycle():
-    with pytest.raises(ValueError, match="n_layers is 3: expected a multiple of the 2 blocks"):
-        layers.ResidualStack(plain.blocks(), 3)
-
-
 @pytest.mark.parametrize("epsilon", [1e-6, 0.5])
 def test_layer_norm(epsilon):
     x = 3 * stream() + 100

@@ -101,24 +101,6 @@ def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
     assert_trees_close(got, gradient([block], layers.LayerNorm()))
 
 
-def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
-    """With the rounding: JAX differentiates the same forward pass."""
-    x1, x2 = streams(13)
-    stack, params = stack_and_params(plain.blocks(LSH), 3, x1, exact=True)
-    weights = streams(13)[:, ::-1]
-
-    def loss(run, params, x1, x2):
-        return sum(jnp.sum(w * y) for w, y in zip(weights, run(params, x1, x2), strict=True))
-
-    got, want = (
-        jax.jit(jax.grad(functools.partial(loss, functools.partial(run, rng=RNG)), (0, 1, 2)))(
-            params, x1, x2
-        )
-        for run in (stack.apply, stack.apply_keeping)
-    )
-    assert_trees_close(got, want)
-
-
 class Witness(layers.ReversibleStack):
     """Returns the inputs that its backward pass rebuilds instead of their gradient."""
 
@@ -286,16 +268,6 @@ def test_chunks_of_the_feed_forward_layer_cost_memory_only():
     assert f"1x{length}x{d_ff}" not in chunked
     assert f"1x128x{d_ff}" in chunked
     assert whole.count("dot_general") == chunked.count("dot_general") > 10
-
-
-def test_dtype_is_what_sublayers_compute_in():
-    cycle, (x1, x2) = plain.blocks([dense.dense()]), streams(5)
-    wide, params = stack_and_params(cycle, 2, x1)
-    narrow = layers.ReversibleStack(cycle, 2, dtype="bfloat16")
-    wide, narrow = (jax.jit(s.apply)(params, x1, x2, rng=RNG) for s in (wide, narrow))
-    for x, y in zip(wide, narrow, strict=True):
-        assert x.dtype == y.dtype == jnp.float32
-        assert 1e-4 < np.abs(x - y).max() < 0.1
 
 
 def test_each_layer_draws_its_own_dropout():

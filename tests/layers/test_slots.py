@@ -77,25 +77,6 @@ def test_two_slots_are_two_streams(monkeypatch):
     np.testing.assert_allclose(jax.jit(slots.apply)(params, x, rng=RNG), a + b - x, atol=1e-5)
 
 
-def test_gradients_are_autodiffs_of_the_rounded_forward():
-    """With the rounding, which slots always have: JAX differentiates the same forward pass."""
-    x = stream()
-    stack, keeping = (
-        layers.ReversibleStack(plain.blocks(LSH), 3, n_slots=6, remat_policy=policy)
-        for policy in ("nothing", "all")
-    )
-    params = plain.init(stack, x.shape)
-
-    def loss(stack, params, x):
-        return jnp.sum(x[::-1] * stack.apply(params, x, rng=RNG))
-
-    got, want = (
-        jax.jit(jax.grad(functools.partial(loss, stack), (0, 1)))(params, x)
-        for stack in (stack, keeping)
-    )
-    assert_trees_close(got, want)
-
-
 @pytest.mark.parametrize(
     "dtype, options",
     [

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import types
 import warnings
 
 import jax
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.layers import _trax
-from reformax.layers._trax import Layer, signature, tl
+from reformax.layers import _trax, base
+from reformax.layers._trax import signature, tl
+from reformax.layers.base import Layer
 from tests.helpers import assert_trees_equal
 
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
@@ -154,12 +156,17 @@ assert error_of("__import__('tensorflow')")[1] == "No module named 'tensorflow'"
 
 @pytest.fixture
 def without_trax(monkeypatch):
-    """The module as it is where Trax is not installed."""
+    """What layers have of Trax, and their base class, where Trax is not installed."""
+
+    def anew(module):
+        spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+        found = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module.__name__, found)
+        spec.loader.exec_module(found)
+        return vars(found)
+
     monkeypatch.setitem(sys.modules, "trax", None)  # its import fails
-    spec = importlib.util.spec_from_file_location("reformax.layers._without_trax", _trax.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return types.SimpleNamespace(**anew(_trax) | anew(base))
 
 
 def test_without_trax_a_layer_is_its_two_functions(without_trax):

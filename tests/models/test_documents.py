@@ -116,16 +116,6 @@ def test_a_window_computes_what_its_documents_compute_alone(name):
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
-@pytest.mark.parametrize("positions", [dict(pos_type="rotary"), AXIAL], ids=["rotary", "axial"])
-def test_a_window_of_one_document_is_as_without_segments(positions):
-    """Where keys are hashed too."""
-    cycle = local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)
-    model = ReformerLM(**SMALL, attention_type=cycle, **positions)
-    params, tokens = plain.init(model, (4, 16)), documents(16, 2)
-    apply = jax.jit(lambda *segment_ids: model.apply(params, tokens, RNG, *segment_ids))
-    np.testing.assert_allclose(apply(np.ones_like(tokens)), apply(), atol=1e-5)
-
-
 @pytest.mark.parametrize("options", [{}, dict(strictly_causal=True)], ids=["chunks", "strict"])
 def test_hashing_keeps_documents_apart(options):
     """What other documents hold changes nothing, and no gradient crosses a border."""

@@ -456,14 +456,9 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
     "options, message",
     [
         (dict(n_layers=3, attention_type=(OPS["dense"],) * 2), "n_layers is 3: expected a mult"),
-        (dict(n_layers=0), "n_layers is 0: expected at least 1"),
         (dict(attention_type=()), "attention_type is (): expected an op, or several"),
-        (dict(vocab_size=1), "vocab_size is 1: expected at least 2"),
         (dict(vocab_size=None), "vocab_size is None: expected a whole number of at least 2"),
         (dict(d_model=0), "d_model is 0: expected at least 1"),
-        (dict(d_ff=0), "d_ff is 0: expected at least 1"),
-        (dict(n_heads=0), "n_heads is 0: expected at least 1"),
-        (dict(attention_dropout=2.0), "attention_dropout is 2.0: expected a rate in [0, 1)"),
         (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'rotary_local', "),
         (dict(next_value=True), "next_value is True and no op of attention_type hides a"),
         (

@@ -301,19 +301,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dense",
-        pytest.param("rotary", marks=pytest.mark.slow),
-        pytest.param("local", marks=pytest.mark.slow),
-        "lsh",
-        pytest.param("shared", marks=pytest.mark.slow),
-        pytest.param("random", marks=pytest.mark.slow),
-        pytest.param("hashed", marks=pytest.mark.slow),
-        pytest.param("clusters", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", DECODERS)
 def test_every_step_is_that_of_the_forward(name):
     """Two rows for each source, sources of different lengths, a cache longer than needed."""
     constructor, options = DECODERS[name]

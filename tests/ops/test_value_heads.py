@@ -93,7 +93,7 @@ def test_a_model_has_them():
     params = jax.eval_shape(lambda: model.init_params(RNG, (1, 8)))
     assert params["stack"]["block_0"]["attention"]["w_k"].shape[1] == 2
     assert params["stack"]["block_0"]["attention"]["w_beta"].shape[1] == 4
-    with pytest.raises(SettingError, match="n_qk_heads is 2 and every op of attention_type makes"):
+    with pytest.raises(SettingError, match="n_qk_heads is 2 and no op of attention_type projects"):
         TransformerLM(**sizes, n_qk_heads=2, attention_type=lsh.lsh())
 
 

@@ -1,0 +1,132 @@
+"""Attention by a plan: where queries look, what they read there, on which devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax import devices
+from reformax.buffers import updated
+from reformax.layers import context, remat
+from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead, fold_in
+from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.masking.masks import int32_ids, row_lengths, says_one_segment, tokens_of
+
+KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class PlannedAttention(MultiHead):
+    """An attention algorithm between the projections of `MultiHead`, whose arguments it has.
+
+    `apply` is `project`, `plan` and `attend` in turn. They are apart so that a reversible stack can
+    keep a plan and attend again by it. A subclass defines `project` and `apply`, and for decoding
+    `for_decoding` and `step`, which project with merged weights.
+    """
+
+    def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
+        """Where each query will look: integers, through which no gradient flows.
+
+        Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
+        """
+        qkv = qkv.of_op
+        tokens = tokens_of(segment_ids)
+        global_tokens = tokens.global_tokens if self.op.global_tokens else None
+        check_arguments(
+            self.op,
+            *qkv.arrays,
+            causal=self.causal,
+            segment_ids=tokens.segment_ids,
+            dropout=self._weights_rate,
+            rng=rng,
+            extra_projections=qkv.extra_projections,
+            global_tokens=global_tokens,
+        )
+
+        one_segment = says_one_segment(tokens.segment_ids)
+
+        def plan(qkv, tokens, params, rng, shard=None):
+            segment_ids, global_tokens = tokens
+            return self.op.plan(
+                params,
+                *self.op.of_value_heads(*qkv.arrays),
+                segment_ids=segment_ids,
+                causal=self.causal,
+                rng=rng,
+                shard=shard,
+                one_segment=one_segment,
+                train=self.mode == "train",
+                length=length,
+                global_tokens=global_tokens,
+            )
+
+        arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], fold_in(rng, PLAN)
+        return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
+
+    def attend(
+        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+    ) -> Float[Array, "B T D"]:
+        """Attention by a plan, and the output projection; `run` calls the algorithm."""
+        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
+        return self.combine(params, heads, qkv.gate, rng)
+
+    def heads(
+        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+    ) -> Float[Array, "B T N V"]:
+        """Each head's attention by a plan."""
+        read = {name: params[name] for name in ("op", "position_bias") if name in params}
+        rng = fold_in(rng, WEIGHTS)
+        out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
+        if KEPT_MASS not in params or run is remat.stored:
+            return out
+        kept_mass = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        return out + (0 * updated(params[KEPT_MASS], kept_mass)).astype(out.dtype)
+
+    def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
+        options = dict(dropout=self._weights_rate)
+        return self._on_devices(self.op.apply, params, qkv, plan, segment_ids, rng, **options)
+
+    def _kept_mass(self, params, qkv: QKV, plan, segment_ids) -> Float[Array, ""]:
+        """The mean of `AttentionOp.kept_mass` over rows, queries and heads."""
+        n_shards = devices.n_sequence_shards()
+
+        def measured(*arrays, **call) -> Float[Array, "B C N 2"]:
+            found = self.op.kept_mass(*arrays, **call)  # its queries are split as a sequence is
+            return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
+
+        found = self._on_devices(measured, params, qkv, plan, segment_ids)
+        kept, weight = jnp.sum(found.astype(jnp.float32), axis=(0, 1, 2))
+        return kept / jnp.maximum(weight, 1)
+
+    def _on_devices(self, function, params, qkv: QKV, plan, segment_ids, rng=None, **options):
+        """`function`, an algorithm's `apply` or the like, on the devices of the mesh."""
+        tokens = tokens_of(segment_ids)
+
+        def attend(qkv, plan, segment_ids, params, rng, bias, shard=None):
+            lengths = row_lengths(segment_ids) if tokens.counted else None
+            return function(
+                params,
+                *qkv.arrays,
+                plan=plan,
+                segment_ids=segment_ids,
+                one_segment=says_one_segment(tokens.segment_ids),
+                causal=self.causal,
+                rng=rng,
+                shard=shard,
+                extra_projections=qkv.extra_projections,
+                bias=bias,
+                lengths=lengths,
+                **options,
+            )
+
+        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
+        bias = self._bias(params, qkv.q.shape[1])
+        return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
+
+    def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
+        """The bias that is added to the logits, if there is one."""
+        del params, length
+        return None

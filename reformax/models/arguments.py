@@ -1,0 +1,46 @@
+"""What the functions of models are given, checked: tokens, weights, a number of positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reformax.declared import SettingError, shown
+
+
+def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
+    """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
+    if not hasattr(tokens, "dtype"):
+        raise ValueError(
+            f"{name} is {shown(tokens)}: expected an array of integers [batch, length]"
+        )
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
+            "[batch, length]"
+        )
+    if segment_ids is not None and np.shape(segment_ids) != tokens.shape:
+        raise ValueError(
+            f"segment_ids has shape {np.shape(segment_ids)}: expected that of {name}, "
+            f"{tokens.shape}"
+        )
+
+
+def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:
+    """Raises a `ValueError` for the weights of a model of other sizes."""
+    if params[name].shape != (vocab_size, d_model):
+        raise ValueError(
+            f"params[{name!r}] has shape {params[name].shape}: expected [vocab_size, d_model], "
+            f"{(vocab_size, d_model)}"
+        )
+
+
+def check_capacity(capacity: int, max_length: int | None) -> None:
+    """Raises a `ValueError` if decoding asks for more positions than the model's hold."""
+    if max_length is not None and capacity > max_length:
+        raise SettingError(
+            f"capacity is {capacity}: expected at most {max_length}, which is what the model's "
+            "positions hold"
+        )
