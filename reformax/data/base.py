@@ -186,9 +186,6 @@ def language_model(
     def ranges_of_train() -> list[Range]:
         return ranges(borders_of("train"), len(tokens_of("train")), lengths.borders)
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        return train_rows(seed, step, batch_size, length, slice(None))
-
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
         data = tokens_of("train")
@@ -239,6 +236,7 @@ def language_model(
 
         return batches()
 
+    train_batch = functools.partial(train_rows, rows=slice(None))
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
     return task.replace(
         train_rows=train_rows,

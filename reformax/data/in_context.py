@@ -6,6 +6,7 @@ The tasks are those of `reformax.data.questions`, in sentences and of keys that 
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ Share = Annotated[float, Bounds(0.0, 1.0, name="a number from 0 to 1")]
 TASKS = tuple(questions.KINDS)
 # A sentence is put where a line begins, at most so many bytes after its place, or before it.
 _LINE = 200
-_NEWLINE = ord("\n")
 
 Encode = Callable[[str], np.ndarray]
 
@@ -75,10 +75,6 @@ def in_context(
             inputs = Documents(targets, ids)
         return Batch(inputs, targets, weights)
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        batch = task.train_batch(seed, step, batch_size, length)
-        return with_tasks(batch, seed, step, range(batch_size))
-
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         numbers = np.arange(batch_size)[rows]
         if task.train_rows is not None:
@@ -102,7 +98,7 @@ def in_context(
 
     return task.replace(
         name="in_context",
-        train_batch=train_batch,
+        train_batch=functools.partial(train_rows, rows=slice(None)),
         train_rows=train_rows,
         fingerprint=None if task.fingerprint is None else fingerprint,
         summary=summary,

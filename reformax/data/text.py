@@ -17,6 +17,7 @@ from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
 from reformax.data.splits import By
+from reformax.data.stored import StoredArray
 from reformax.data.vocabulary import FILE, ModelType
 from reformax.declared import (
     Bounds,
@@ -133,7 +134,13 @@ def text(
     parts = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
     joined = joined_borders(source, parts)
-    _check_hidden(hide_joined, joined is not None, document_mask)
+    if hide_joined and not (joined and document_mask):
+        raise SettingError(
+            "hide_joined is True, which needs joined documents and a mask: set join_by and "
+            "document_mask=True as well, or leave it out"
+        )
+    # What windows and lengths go by, and what the mask hides where that is another thing.
+    outer, inner = (borders if joined is None else joined), borders if hide_joined else None
     divided = WindowSettings(windows, document_mask, lengths)
     of_lengths = [] if lengths is None else lengths.summary()
     summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
@@ -143,7 +150,6 @@ def text(
                 f"model_type is {model_type!r}: bytes are no pieces, leave it out, or set "
                 "vocab_size to 260 or more"
             )
-        outer, inner = (borders if joined is None else joined), borders if hide_joined else None
         task = byte_language_model("text", parts, offset, outer, divided, inner)
         return _with_words(task, summary, joined is not None, hide_joined)
     if vocabulary is None and vocab_size < 260:
@@ -155,10 +161,13 @@ def text(
     if vocabulary is None and folder is not None and (folder / FILE).is_file():
         vocabulary = folder / FILE
     pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, kept_in=folder)
-    encode = folder and functools.partial(encoded_split, parts, borders, joined, pieces, folder)
-    task = piece_language_model(
-        *("text", parts, pieces, borders, divided, encode), joined=joined, hide_joined=hide_joined
-    )
+
+    def encode(split: str) -> tuple[StoredArray, StoredArray, StoredArray]:
+        ids, begins, of_joined = encoded_split(parts, borders, joined, pieces, folder, split)
+        return ids, begins if of_joined is None else of_joined, begins
+
+    in_files = encode if folder else None
+    task = piece_language_model("text", parts, pieces, outer, divided, inner, in_files)
     return _with_words(task, summary, joined is not None, hide_joined)
 
 
@@ -180,14 +189,6 @@ def joined_borders(
         return None
     found = split_borders(joined, parts)
     return found or {split: np.zeros(1, np.int64) for split in parts}
-
-
-def _check_hidden(hide_joined: bool, is_joined: bool, document_mask: bool) -> None:
-    if hide_joined and not (is_joined and document_mask):
-        raise SettingError(
-            "hide_joined is True, which needs joined documents and a mask: set join_by and "
-            "document_mask=True as well, or leave it out"
-        )
 
 
 def _source(

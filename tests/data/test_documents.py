@@ -198,14 +198,6 @@ def test_text_in_any_encoding_near_to_ascii_is_text(encoding, tmp_path, content)
     assert content(text(str(tmp_path / "a.txt"))) == data
 
 
-def test_sentence_pairs_are_for_translation(tmp_path, fails_in_one_line):
-    for name in ("train.en", "train.de", "val.en", "val.de", "test_2016.en", "test_2016.de"):
-        (tmp_path / name).write_text("a line of it\n" * 9)
-    with fails_in_one_line(ValueError, "pairs .de, en.: .* --config_file=transformer_multi30k.gin"):
-        text(str(tmp_path))
-    assert text(str(tmp_path), pattern="*.en").n_targets("train")
-
-
 LONG = "a" * 2**20
 DAMAGE = {
     "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl line 2 is no JSON"),

@@ -121,10 +121,6 @@ def test_a_task_of_pixels(tmp_path):
         want = np.floor(grey / 256 * levels) + 1
         np.testing.assert_array_equal(few.train_batch(0, 0, 5, 1024).inputs, want)
         assert want.max() == levels == few.vocab_size - 1
-    with pytest.raises(
-        ValueError, match="data_dir is 'images': images are drawn, and none are read"
-    ):
-        pathfinder.pathfinder(data_dir="images")
     with pytest.raises(ValueError, match="levels is 1: expected"):
         pathfinder.pathfinder(levels=1)
 

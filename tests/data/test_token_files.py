@@ -547,7 +547,6 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
     dictionary, groups, tmp_path, monkeypatch
 ):
     """By what pyarrow holds, at a tenth of the sizes."""
-    monkeypatch.setattr(arrow_tables, "_SMALL_GROUP", 2**20)
     monkeypatch.setattr(arrow_tables, "_TOGETHER", 2**20)
     texts = [f"{i} {'x' * 2_000}" for i in range(20_000)]
     path, options = tmp_path / "a.parquet", {"use_dictionary": dictionary}
