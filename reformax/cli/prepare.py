@@ -64,7 +64,7 @@ def _prepare(args: argparse.Namespace) -> int:
         raise SettingError(f"to={folder} lies in data_dir={path}: give a folder outside of it")
     found = texts.find(path, settings)
     work = {"processes": args.processes, "quiet": args.quiet}
-    made = token_files.prepare(found, texts.set_ones(settings), folder, **work)
+    made = token_files.prepare(found, settings, folder, **work)
     source = token_files.load(folder)
     of_split = {split: x.data for split, x in source.texts.items()}
     parts = texts.split_text(of_split, str(path), args.max_held_out)

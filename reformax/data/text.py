@@ -205,7 +205,6 @@ def _source(
                 )
         return token_files.load(path), path
     found = find(path, settings)
-    settings = set_ones(settings)
     if found.size() <= small:
         return documents.read(path, found, settings["field"]), None
     return token_files.cached(found, settings, cache_dir)
@@ -222,11 +221,6 @@ def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
             "no rows, give 'folder' or leave raw out"
         )
     return found._replace(join_by=join_by, root=path)
-
-
-def set_ones(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not None, of which the key of a prepared text is."""
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def encoded_split(
