@@ -20,13 +20,12 @@ from reformax.data import files
 from reformax.data.base import SPLITS, fingerprint, language_model
 from reformax.data.checks import check_own_length, check_sizes, check_split
 from reformax.data.draws import generator
-from reformax.data.splits import By, choose
+from reformax.data.splits import IMAGES, By, choose
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
 from reformax.task import Batch, Task
 
 Side = Annotated[int, Bounds(1, 1024)]
 CHANNELS = 3
-KINDS = (".png", ".jpg", ".jpeg")
 # Of ten images in the order of their names; the others are trained on.
 _HELD_OUT = {"valid": 8, "test": 9}
 _MOST_PIXELS = 2**26
@@ -72,9 +71,9 @@ def images(
         if not folder.is_dir():
             raise SettingError(f"data_dir={data_dir} must be a folder with images")
         found = files.listed(folder, pattern)
-        chosen = sorted(path for path in found.paths if path.suffix.lower() in KINDS)
+        chosen = sorted(path for path in found.paths if path.suffix.lower() in IMAGES)
         if not chosen:
-            raise SettingError(f"data_dir={data_dir} holds no {', '.join(KINDS)} of {pattern!r}")
+            raise SettingError(f"data_dir={data_dir} holds no {', '.join(IMAGES)} of {pattern!r}")
         others = {**found.left_out, "no image": sorted(set(found.paths) - set(chosen))}
         divided = choose(folder, chosen, splits, "images.images.splits", others)
         paths, left_out = divided.paths, divided.notes

@@ -76,13 +76,8 @@ def in_context(
         return Batch(inputs, targets, weights)
 
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
-        numbers = np.arange(batch_size)[rows]
-        if task.train_rows is not None:
-            batch = task.train_rows(seed, step, batch_size, length, rows)
-        else:
-            whole = task.train_batch(seed, step, batch_size, length)
-            batch = Batch(*(_rows_of(x, numbers) for x in whole))
-        return with_tasks(batch, seed, step, numbers)
+        batch = task.rows_of_batch(seed, step, batch_size, length, rows)
+        return with_tasks(batch, seed, step, np.arange(batch_size)[rows])
 
     words = (
         f"{share:.6g} of rows with {', '.join(tasks)} of {least_length} tokens and more, answers "
@@ -103,12 +98,6 @@ def in_context(
         fingerprint=None if task.fingerprint is None else fingerprint,
         summary=summary,
     )
-
-
-def _rows_of(x: Any, numbers: np.ndarray) -> Any:
-    if isinstance(x, Documents):
-        return Documents(*(part[numbers] for part in x))
-    return x[numbers]
 
 
 def encoder_of(task: Task) -> Encode:

@@ -84,7 +84,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         for k in np.unique(chosen):
             own = np.flatnonzero(chosen == k)
             order.append(own)
-            parts.append(tasks[k].train_rows(seed, step, batch_size, length, numbers[own]))
+            parts.append(tasks[k].rows_of_batch(seed, step, batch_size, length, numbers[own]))
         return _in_order(parts, np.argsort(np.concatenate(order)))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:

@@ -81,17 +81,28 @@ def load(folder: Path) -> documents.Source:
     Raises:
       ValueError: the manifest is damaged, or of a later version, or a shard is not as it says.
     """
-    found = _text_manifest(folder)
-    texts = {
-        split: documents.Text(*_arrays(folder, shards)) for split, shards in found["splits"].items()
-    }
-    notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
-    return documents.Source(texts, found["files"], notes)
+    found = manifest(folder)
+    try:
+        texts = {s: documents.Text(*_arrays(folder, x)) for s, x in found["splits"].items()}
+        notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
+        source = documents.Source(texts, dict(found["files"]), notes)
+    except (KeyError, TypeError, AttributeError):
+        raise _damaged(folder) from None
+    for array in (array for text in texts.values() for array in text if array is not None):
+        for part in array.parts:
+            file, expected = Path(part.path), part.n * array.dtype.itemsize
+            size = file.stat().st_size if file.is_file() else None
+            if size != expected:
+                has = "is missing" if size is None else f"has {size:,} bytes"
+                raise ValueError(
+                    f"{file} {has}, expected {expected:,}: delete {folder} and prepare it anew"
+                )
+    return source
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings that a folder was prepared with."""
-    return _text_manifest(folder)["settings"]
+    return dict(manifest(folder)["settings"])
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -106,8 +117,13 @@ def manifest(folder: Path) -> dict[str, Any]:
         if found["format"] != _FORMAT:
             raise SettingError(f"{path} is of format {found['format']}: prepare the text anew")
     except (KeyError, TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
+        raise _damaged(folder) from None
     return found
+
+
+def _damaged(folder: Path) -> ValueError:
+    path = folder / MANIFEST
+    return ValueError(f"{path} is damaged: delete {folder} and prepare the text anew")
 
 
 def shard_path(folder: Path, name: str) -> str:
@@ -119,37 +135,6 @@ def shard_path(folder: Path, name: str) -> str:
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
         raise ValueError(f"{folder / MANIFEST} names {name!r}, which is no shard of the folder")
     return str(folder / name)
-
-
-def _text_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a text, with the sizes of its files compared."""
-    found, path = manifest(folder), folder / MANIFEST
-    try:
-        shards = [shard for shards in found["splits"].values() for shard in shards]
-        joins = any("joined" in shard for shard in shards)
-        sizes = [
-            (x["file"], int(x["n"]), int(x["begins"]), int(x["joined"]) if joins else 0)
-            for x in shards
-        ]
-        settings, counts, notes = (found[name] for name in ("settings", "files", "said"))
-        texts = [*settings, *counts, *notes]
-        if not all(isinstance(x, str) for x in texts) or min(x for s in sizes for x in s[1:]) < 0:
-            raise TypeError
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
-    for name, n, begins, of_joined in sizes:
-        expected_of = {"bytes": n, "begins": 8 * begins, "joined": 8 * of_joined}
-        for ending, expected in expected_of.items():
-            if ending == "joined" and not joins:
-                continue
-            file = Path(f"{shard_path(folder, name)}.{ending}")
-            size = file.stat().st_size if file.is_file() else None
-            if size != expected:
-                has = "is missing" if size is None else f"has {size:,} bytes"
-                raise ValueError(
-                    f"{file} {has}, expected {expected:,}: delete {folder} and prepare it anew"
-                )
-    return found
 
 
 def _arrays(
@@ -182,10 +167,9 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
 def words_of(folder: Path) -> str:
     """The source of a text in the cache, in words."""
     try:
-        found = _text_manifest(folder)
-    except (ValueError, OSError):
+        return "of " + "; ".join(manifest(folder)["of"])
+    except (ValueError, OSError, KeyError):
         return "not whole"
-    return "of " + "; ".join(dict.fromkeys(found.get("of", ()) or found["files"].values()))
 
 
 def cached(

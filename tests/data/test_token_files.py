@@ -83,8 +83,8 @@ SOURCES = {
 def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
     SOURCES[name](tmp_path / name)
     many = name not in ("a.txt",)
-    options = [{"windows": "each_once"}, {"max_held_out": 999}, {}]
-    options += [{"windows": "documents"}, {"document_mask": True, "offset": 1}] * many
+    options = [{"windows": "each_once", "max_held_out": 999}, {}]
+    options += [{"windows": "documents", "document_mask": True, "offset": 1}] * many
     for given in options:
         whole = text.text(tmp_path / name, **given)
         with in_files() as cache:
@@ -425,12 +425,6 @@ def test_a_process_that_is_killed_before_the_name_goes_on_from_there(tmp_path, m
     assert text.text(_prepared(tmp_path)).fingerprint("train") == whole
 
 
-def test_a_finished_folder_needs_no_lock(tmp_path, monkeypatch):
-    made = _prepared(tmp_path)
-    monkeypatch.setattr(token_files, "_locked", None)
-    assert _prepared(tmp_path) == made
-
-
 def test_errors_of_workers_keep_their_number():
     with pytest.raises(OSError, match="cannot be read .File name too long") as error:
         list(workers.in_processes(durable.read, [Path("x" * 300)] * 2, 2))
@@ -457,7 +451,7 @@ def test_a_parquet_is_divided_by_row_groups(tmp_path, monkeypatch):
     assert [first for first, _ in groups[1:]] == [last for _, last in groups[:-1]]
     assert sum(s.size() for s in shards) < (tmp_path / "a.parquet").stat().st_size
     command = [f"--data_dir={tmp_path / 'a.parquet'}", f"--to={tmp_path / 'made'}", "--quiet"]
-    prepare.main([*command, "--processes=2"])
+    prepare.main([*command, "--processes=1"])
     assert_alike(text.text(tmp_path / "made"), text.text(tmp_path / "a.parquet"))
 
 
