@@ -15,8 +15,8 @@ batches; neither TensorFlow nor JAX is imported.
 What they share, from a path to a batch:
 
 1. `files` reads and unpacks bytes, `tables` and `arrow_tables` rows. `splits` knows a folder's own.
-2. `documents` makes a text of them, in memory. `token_files` does it in files, `workers` in several
-   processes; `stored` reads such files, `cache` prunes them. `joined` joins short documents.
+2. `documents` makes a text of them, in memory. `token_files` does it in files (`shard_folders`), by
+   `workers`; `stored` reads such files, `cache` prunes them. `joined` joins short documents.
 3. `pieces` encodes by a vocabulary (`piece_codecs`, `sentencepieces`), `piece_files` in files.
 4. `base` makes the task of a text: `windows`, `lengths` and `draws` say where its windows begin.
    `labelled` makes that of classes, `drawn` and `blocks` of what is drawn; `packing` fills rows.

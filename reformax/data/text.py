@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from reformax.data import documents, files, piece_files, token_files
+from reformax.data import documents, files, piece_files, shard_folders, token_files
 from reformax.data.base import SPLITS, Windows, WindowSettings, byte_language_model, split_borders
 from reformax.data.checks import of_split
 from reformax.data.joined import FOLDER
@@ -195,7 +195,7 @@ def _source(
     path: Path, settings: Mapping[str, Any], small: int, cache_dir: PathName | None
 ) -> tuple[documents.Source, Path | None]:
     """The text, and the folder of its files; None for what is in memory."""
-    if token_files.is_prepared(path):
+    if shard_folders.is_prepared(path):
         made_with = DEFAULTS | token_files.settings_of(path)
         for name, value in settings.items():
             if value not in (DEFAULTS[name], made_with[name]):

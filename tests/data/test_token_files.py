@@ -25,7 +25,7 @@ from reformax.data import (
     arrow_tables,
     files,
     piece_blocks,
-    piece_files,
+    shard_folders,
     stored,
     tables,
     text,
@@ -93,7 +93,7 @@ def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
         assert whole.summary() == stored_task.summary()
         assert not isinstance(stored_task.train_batch(0, 0, 1, 8).targets, stored.StoredArray)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
-    shards = sum(map(len, token_files.manifest(folder)["splits"].values()))
+    shards = sum(map(len, shard_folders.manifest(folder)["splits"].values()))
     divided = ("a.jsonl", "a.txt", "zeros.txt", "a.parquet", "kinds")
     assert shards > (1 if name in divided else 0)
 
@@ -198,7 +198,7 @@ def test_prepare_and_train_from_its_folder(tmp_path, capsys, fails_in_one_line, 
     assert_alike(
         text.text(made, max_held_out=2000), text.text(made, pattern="*", max_held_out=2000)
     )
-    monkeypatch.setattr(piece_files.token_files, "all_made", None)  # ids are there
+    monkeypatch.setattr(shard_folders, "all_made", None)  # ids are there
     task = text.text(made, vocab_size=400, max_held_out=2000)
     task.vocabulary.keep_in(tmp_path, begun=False)
     assert_alike(whole, task)
@@ -239,7 +239,9 @@ def test_a_disk_without_room_is_told_before(tmp_path, in_files, fails_in_one_lin
     room = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     with in_files() as cache:
-        with fails_in_one_line(ValueError, "has room for 10; give another folder by text.text.cac"):
+        with fails_in_one_line(
+            ValueError, "has room for 10; or give another folder by text.text.cac"
+        ):
             text.text(tmp_path / "a.jsonl")
         assert not list(cache.glob("*/text/*"))
 
@@ -374,7 +376,7 @@ def test_a_link_in_a_strangers_folder_is_not_followed(tmp_path, in_files, fails_
 
 @pytest.mark.parametrize("name", ["../../mine", "/etc/passwd", "text-1/../../x", 3])
 def test_a_strangers_manifest_names_no_other_file(tmp_path, name, fails_in_one_line):
-    path = _prepared(tmp_path) / token_files.MANIFEST
+    path = _prepared(tmp_path) / shard_folders.MANIFEST
     manifest = json.loads(path.read_text())
     manifest["splits"]["train"][0]["file"] = name
     path.write_text(json.dumps(manifest))
@@ -507,7 +509,7 @@ def test_shards_of_another_division_are_not_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files.durable, "rename", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare.main(command)
-    (tmp_path / "made.partial" / token_files.MANIFEST).unlink()
+    (tmp_path / "made.partial" / shard_folders.MANIFEST).unlink()
     monkeypatch.setattr(token_files.durable, "rename", kept)
     monkeypatch.setattr(token_files, "SHARD", 9000)
     prepare.main(command)
