@@ -41,7 +41,7 @@ def in_files(monkeypatch, tmp_path):
     """A context in which this process puts every text in files, of many shards."""
 
     @contextlib.contextmanager
-    def context(shard=5000):
+    def context(shard=9000):
         with monkeypatch.context() as patch:
             patch.setattr(text, "SMALL", 0)
             patch.setattr(text, "SMALL_PIECES", 0)

@@ -211,10 +211,10 @@ def test_a_field_beside_that_is_no_text_is_named_with_the_option(tmp_path, fails
 
 
 def test_turns_count_for_the_room_in_memory(tmp_path, monkeypatch, fails_in_one_line):
-    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 120
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 250
     path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 12)
-    monkeypatch.setattr(files, "MAX_BYTES", 2**20)
-    with fails_in_one_line(ValueError, r"has 1,\d+,\d+ bytes of text and turns in memory and half"):
+    monkeypatch.setattr(files, "MAX_BYTES", 2**21)
+    with fails_in_one_line(ValueError, r"has 2,\d+,\d+ bytes of text and turns in memory and half"):
         chats(path)
     tracemalloc.start()
     monkeypatch.setattr(files, "MAX_BYTES", 2**30)
@@ -222,7 +222,7 @@ def test_turns_count_for_the_room_in_memory(tmp_path, monkeypatch, fails_in_one_
     task.n_targets("train")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 12 * 240 * 500 * 1.2
+    assert peak < 12 * 500 * 500 * 1.5
 
 
 def test_fields_by_other_names(tmp_path, fails_in_one_line):

@@ -54,7 +54,7 @@ def from_files(in_files):
     """Calls a function with texts in files."""
 
     def call(function):
-        with in_files(shard=3000):
+        with in_files(shard=8000):
             return function()
 
     return call

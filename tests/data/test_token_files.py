@@ -128,7 +128,7 @@ def test_spans_end_where_blocks_do(monkeypatch):
 
 def test_a_second_start_reads_no_source(tmp_path, in_files, monkeypatch):
     write_texts(tmp_path / "a.jsonl", TEXTS)
-    with in_files() as cache:
+    with in_files(shard=2**20) as cache:
         first = text.text(tmp_path / "a.jsonl")
         monkeypatch.setattr(token_files.documents, "pieces_of", None)
         assert_alike(first, text.text(tmp_path / "a.jsonl"))
@@ -142,7 +142,7 @@ def test_a_second_start_reads_no_source(tmp_path, in_files, monkeypatch):
 def test_a_changed_source_is_prepared_anew(change, tmp_path, in_files):
     path = tmp_path / "a.txt"
     path.write_text("\n".join(TEXTS))
-    with in_files():
+    with in_files(shard=2**20):
         before = text.text(path).fingerprint("train")
         state, data = path.stat(), bytearray(path.read_bytes())
         if change == "size":
