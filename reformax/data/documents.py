@@ -311,10 +311,14 @@ def _no_row(path: Path, field: str) -> ValueError:
 
 
 class Begins:
-    """Where documents of a text begin: with files, and after a `BORDER`."""
+    """Finds where documents begin in a text that comes in parts: with files, and after a `BORDER`.
+
+    Args:
+      by_border: whether a border ends a document.
+      continues: whether the text begins within a document.
+    """
 
     def __init__(self, by_border: bool, continues: bool = False):
-        """Takes whether a border ends a document, and whether one goes on at the begin."""
         self._by_border, self._size = by_border, 0
         self._ends = not continues  # whether what comes next begins a document
 

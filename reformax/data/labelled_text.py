@@ -120,12 +120,13 @@ def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
     found = by_name.choose(path, paths, by, f"{_OPTION}.splits", left_out)
     if are_tables:
         return _Found(found.paths, True, found.notes)
-    chosen, apart = {}, []
-    for split, those in found.paths.items():
-        is_apart = [_class_of(path, x, len(found.paths) > 1 and split) is None for x in those]
-        chosen[split] = [x for x, out in zip(those, is_apart, strict=True) if not out]
-        apart += [x for x, out in zip(those, is_apart, strict=True) if out]
-    lines = by_name.left_out_lines(path, {"in no folder of a class": apart})
+    several = len(found.paths) > 1
+    chosen = {
+        split: [x for x in those if _class_of(path, x, several and split)]
+        for split, those in found.paths.items()
+    }
+    apart = {x for those in found.paths.values() for x in those}.difference(*chosen.values())
+    lines = by_name.left_out_lines(path, {"in no folder of a class": sorted(apart)})
     return _Found(chosen, False, [*found.notes, *lines])
 
 

@@ -121,8 +121,7 @@ def text(
     of_bytes = vocabulary is None and vocab_size in (BYTES, BYTES + offset)
     path = files.existing(data_dir)
     lengths = checked_lengths(length_borders, length_weights, windows)
-    settings = {"pattern": pattern, "field": field, "raw": raw, "splits": splits}
-    settings["join_by"] = join_by
+    settings = dict(pattern=pattern, field=field, raw=raw, splits=splits, join_by=join_by)
     by_documents = document_mask or windows == "documents" or lengths is not None
     if join_by == FOLDER and not by_documents:  # files of a folder are together in every text
         raise SettingError(

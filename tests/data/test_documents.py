@@ -236,16 +236,6 @@ DAMAGE = {
         lambda path: write_arrow(path, pa.table({"text": views(LONG, 64)}), rows=64),
         "unpacks to more than .* bytes of text",
     ),
-    "a prefix many times": (
-        "a.parquet",
-        lambda path: pq.write_table(
-            table([LONG] * 64),
-            path,
-            use_dictionary=False,
-            column_encoding={"text": "DELTA_BYTE_ARRAY"},
-        ),
-        "unpacks to more than 4,194,304 bytes of text",
-    ),
     "lists": (
         "a.parquet",
         lambda path: pq.write_table(pa.table({"text": [["a"]], "body": ["b"]}), path),

@@ -145,12 +145,6 @@ def test_a_pattern_of_what_is_read_whole(tmp_path, content, fails_in_one_line):
     assert content(text(str(tmp_path / "state"), pattern="*.txt", raw=True)) == LINES
 
 
-def test_folder_of_empty_files(tmp_path, fails_in_one_line):
-    write(tmp_path / "a.txt", b"")
-    with fails_in_one_line(ValueError, "0 bytes are too few"):
-        text(str(tmp_path))
-
-
 def test_zip_with_a_password(tmp_path, fails_in_one_line):
     path = write(tmp_path / "a.zip")
     data = bytearray(path.read_bytes())

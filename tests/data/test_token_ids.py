@@ -7,6 +7,7 @@ import pytest
 
 from reformax.cli import prepare
 from reformax.data import text
+from reformax.data.base import SPLITS
 from reformax.data.token_ids import token_ids
 from tests.data.tables import assert_alike, write_texts
 from tests.data.test_token_files import TEXTS
@@ -37,11 +38,9 @@ def headed(path, ids=IDS):
 
 
 def content(task, *splits):
-    found = []
-    for split in splits or ("train", "valid", "test"):
-        for batch in task.eval_batches(split, 8, 512, 512):
-            found.append(batch.targets[batch.weights == 1])
-    return np.concatenate(found)
+    """The ids of splits, read through their evaluation batches."""
+    batches = (b for s in splits or SPLITS for b in task.eval_batches(s, 8, 512, 512))
+    return np.concatenate([batch.targets[batch.weights == 1] for batch in batches])
 
 
 WRITERS = {
