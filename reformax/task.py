@@ -138,8 +138,7 @@ class Task:
       vocabulary: set if the tokens are pieces of a text.
       n_bytes: split -> the bytes of its text; set with `vocabulary`.
       train_rows: (seed, step, batch_size, length, rows) -> these rows of the batch of that step, by
-        number, and no others: what one of several processes loads. None: it makes the batch and
-        takes its rows.
+        number, and no others. None: `rows_of_batch` makes the batch and takes its rows.
       labels: set if a row's target is its class.
       masked: whether the inputs hide tokens, which are the targets.
       borders: split -> the tokens, by place, that documents of a text begin with, sorted. The
@@ -187,6 +186,19 @@ class Task:
     def kept_vocabulary(self) -> Kept | None:
         """The vocabulary that stays with its run; None for bytes and other ids."""
         return self.vocabulary if self.translation is None else self.translation.vocabulary
+
+    def rows_of_batch(
+        self, seed: int, step: int, batch_size: int, length: int, rows: np.ndarray | slice
+    ) -> Batch:
+        """These rows of the batch of a step, by number: what one of several processes loads."""
+        if self.train_rows is not None:
+            return self.train_rows(seed, step, batch_size, length, rows)
+        inputs, *others = self.train_batch(seed, step, batch_size, length)
+        if isinstance(inputs, tuple):
+            inputs = type(inputs)(*(part[rows] for part in inputs))
+        else:
+            inputs = inputs[rows]
+        return Batch(inputs, *(x[rows] for x in others))
 
     def replace(self, **changes: Any) -> Task:
         """The task with other values of some attributes."""

@@ -47,8 +47,6 @@ class Case(NamedTuple):
         return repr(text if len(text) < 160 else text[:157] + "...")[1:-1]
 
 
-# Modules of tensorflow-datasets, which load slowly and have nothing that a config names.
-NO_FACTORIES = {"enwik8_builder", "prepared"}
 # Arguments that the loop passes itself, whatever a config says.
 PASSED = {"mode"}
 # Values of a flag. A new kind of value goes here.
@@ -179,7 +177,7 @@ def modules() -> dict[str, ModuleType]:
     found = {"loop": "reformax.training.loop", "optimizer": "reformax.training.optimizer"}
     for package in (ops, models, data):
         for module in pkgutil.iter_modules(package.__path__):
-            if not module.ispkg and module.name not in NO_FACTORIES:
+            if not module.ispkg:
                 found[module.name] = f"{package.__name__}.{module.name}"
     imported = {name: importlib.import_module(module) for name, module in sorted(found.items())}
     return {name: module for name, module in imported.items() if any(_named(module))}

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from reformax import durable
 from reformax.cli import flags
-from reformax.data import cache, files, token_files, token_ids
+from reformax.data import cache, files, shard_folders, token_files, token_ids
 from reformax.data import text as texts
 from reformax.data.base import SPLITS, split_borders
 from reformax.data.pieces import BYTES, PieceVocabulary
@@ -58,13 +58,13 @@ def _prepare(args: argparse.Namespace) -> int:
         raise SettingError(f"cache_dir={args.cache_dir} is for --list and --prune: leave it out")
     settings = {name: getattr(args, name) for name in texts.DEFAULTS}
     path, folder = files.existing(args.data_dir), user_path("to", args.to)
-    if token_files.is_prepared(path):
+    if shard_folders.is_prepared(path):
         raise SettingError(f"data_dir={path} is prepared already: give the text itself")
     if path.is_dir() and path.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise SettingError(f"to={folder} lies in data_dir={path}: give a folder outside of it")
     found = texts.find(path, settings)
     work = {"processes": args.processes, "quiet": args.quiet}
-    made = token_files.prepare(found, texts.set_ones(settings), folder, **work)
+    made = token_files.prepare(found, settings, folder, **work)
     source = token_files.load(folder)
     of_split = {split: x.data for split, x in source.texts.items()}
     parts = texts.split_text(of_split, str(path), args.max_held_out)

@@ -1,12 +1,11 @@
 """Rows of .parquet and .arrow files, by pyarrow.
 
 A file of a few bytes may hold the same long text many times, or pages that unpack to much, so every
-reader counts what it has read and stops at its limit.
+reader takes a few rows at a time, counts what it has read and stops at its limit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import struct
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,6 @@ from reformax.declared import SettingError
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
 _NESTED = 64  # bytes that a value in a list or an object takes in Python besides its text
-# Encodings of Parquet whose texts take no more memory than the file states, and dictionaries.
-_PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
-_DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_SMALL_GROUP = 2**26  # stated bytes of a row group that is read as a dictionary
 # What is in place of a file that Git LFS has not fetched.
 LFS_POINTER = b"version https://git-lfs"
 # Words of pyarrow's errors on files that are whole.
@@ -90,10 +85,11 @@ def parquet(
         names = [field.name for field in fields if field.name in schema.names]
         with pa.parquet.ParquetFile(path) as file:
             metadata = file.metadata
-        if _stated(metadata, names) > max_bytes:
+        numbers = range(metadata.num_row_groups)
+        stated = sum(_stated(metadata.row_group(i), names) for i in numbers)
+        if metadata.num_rows + stated > max_bytes:
             raise _bomb(path, size, max_bytes)
-        groups = range(metadata.num_row_groups)[first:last]
-        batches = (b for i in groups for b in _group(pa, path, metadata, i, names))
+        batches = (b for i in numbers[first:last] for b in _batches(pa, path, metadata, i, names))
         yield from _rows(pa, path, fields, batches, max_bytes)
     except (pa.ArrowException, OSError) as error:
         raise _unread(pa, path, error) from error
@@ -113,48 +109,19 @@ def row_groups(path: Path) -> list[int]:
         raise _unread(pa, path, error) from error
 
 
-def _group(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> Iterator[Any]:
-    """The batches of a row group, each of about `_TOGETHER` bytes of text, or of a small group.
-
-    Read as a dictionary, a text that occurs many times is in memory once. But pyarrow then keeps
-    every text of the row group, so a large one is read so only to see how long its texts are.
-    """
+def _batches(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> Iterator[Any]:
+    """The batches of a row group, of at most `_ROWS` rows and about `_TOGETHER` bytes each."""
     group = metadata.row_group(number)
-    stated = max(1, _stated_of(group, names))
-    encodings = _encodings(group, names)
-    dictionaries = [column for column, found in encodings.items() if found & _DICTIONARY]
-    inflating = any(found - _PLAIN - _DICTIONARY for found in encodings.values())
-
-    def batches(n_rows: int, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
-        with pa.parquet.ParquetFile(
-            path,
-            metadata=metadata,
-            read_dictionary=list(as_dictionaries),
-            pre_buffer=False,
-            buffer_size=_BUFFER,
-        ) as file:
-            yield from file.iter_batches(
-                batch_size=n_rows, row_groups=[number], columns=list(names), use_threads=False
-            )
-
-    longest = -(-stated // max(1, group.num_rows))  # the mean of texts that lie in the file
-    if inflating:
-        longest = stated
-    elif dictionaries and stated <= _SMALL_GROUP:
-        yield from batches(max(1, group.num_rows), dictionaries)
-        return
-    elif dictionaries:
-        with contextlib.closing(batches(1, dictionaries)) as begins:
-            begin = next(begins)
-        found = [values for column in begin.columns for values in _dictionaries(column)]
-        for values in found:
-            # One value may be the first row's, with a dictionary after it.
-            lengths = _lengths(pa, values) if len(values) > 1 else pa.array([stated])
-            longest = max(longest, pa.compute.max(lengths).as_py() or 0)
-        if len(found) < len(dictionaries):
-            longest = stated
-        del begin, found
-    yield from batches(min(_ROWS, max(1, _TOGETHER // longest)))
+    n_rows = group.num_rows * _TOGETHER // max(1, _stated(group, names))
+    with pa.parquet.ParquetFile(
+        path, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER
+    ) as file:
+        yield from file.iter_batches(
+            batch_size=min(_ROWS, max(1, n_rows)),
+            row_groups=[number],
+            columns=list(names),
+            use_threads=False,
+        )
 
 
 def arrow(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator[tuple]:
@@ -191,47 +158,31 @@ def _rows(
 ) -> Iterator[tuple]:
     """The rows of batches, as long as their texts have no more bytes than that together."""
     total, size = 0, path.stat().st_size
-    for batch in _in_parts(pa, batches):
+    parts = (  # a batch of an .arrow file may be the whole table
+        batch.slice(first, _ROWS)
+        for batch in batches
+        for first in range(0, max(1, batch.num_rows), _ROWS)
+    )
+    for part in parts:
         columns = []
         for field in fields:
-            if field.name not in batch.schema.names:  # an optional one
-                columns.append([None] * batch.num_rows)
+            if field.name not in part.schema.names:  # an optional one
+                columns.append([None] * part.num_rows)
                 continue
-            column = batch.column(batch.schema.get_field_index(field.name))
+            column = part.column(field.name)
             column.validate(full=True)
             while isinstance(column, pa.ExtensionArray):
                 column = column.storage
-            total += len(column)
-            indices, values = None, column
+            total += _size(pa, column, _NESTED if pa.types.is_nested(column.type) else 1)
+            if total > max_bytes:  # before any text is copied
+                raise _bomb(path, size, max_bytes)
             if pa.types.is_dictionary(column.type):
-                indices, values = column.indices, column.dictionary
-            if _is_string(values.type) or _is_bytes(values.type):
-                lengths = _lengths(pa, values)
-                lengths = lengths if indices is None else lengths.take(indices)
-                total += pa.compute.sum(lengths).as_py() or 0
-                if total > max_bytes:
-                    raise _bomb(path, size, max_bytes)
-                found = _as_bytes(pa, path, field.name, values)
-            else:
-                total += _text_bytes(pa, values) if field.nested else 0
-                if total > max_bytes:
-                    raise _bomb(path, size, max_bytes)
-                found = values.to_pylist()
-            if indices is not None:
-                found = [None if i is None else found[i] for i in indices.to_pylist()]
-            columns.append(found)
-        if total > max_bytes:
-            raise _bomb(path, size, max_bytes)
+                column = column.dictionary_decode()
+            is_text = _is_string(column.type) or _is_bytes(column.type)
+            columns.append(
+                _as_bytes(pa, path, field.name, column) if is_text else column.to_pylist()
+            )
         yield from zip(*columns, strict=True)
-
-
-def _in_parts(pa, batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches of a few rows, for one of a file's may be the whole table; a dictionary is whole."""
-    for batch in batches:
-        whole = any(pa.types.is_dictionary(kind) for kind in batch.schema.types)
-        n_rows = max(1, batch.num_rows)
-        for first in range(0, n_rows, n_rows if whole else _ROWS):
-            yield batch.slice(first, n_rows if whole else _ROWS)
 
 
 def _source(pa, path: Path) -> Any:
@@ -253,19 +204,20 @@ def _lengths(pa, values: Any) -> Any:
     return pa.array(np.where(np.asarray(values.is_valid()), views, 0), pa.int64())
 
 
-def _text_bytes(pa, values: Any) -> int:
-    """The bytes that the texts in lists and objects take, and each of the values."""
+def _size(pa, values: Any, each: int) -> int:
+    """The bytes of texts, those in lists and objects too, and `each` for every value."""
+    size = each * len(values)
     if pa.types.is_nested(values.type):
         parts = values.flatten()
         parts = parts if isinstance(parts, list) else [parts]
-        return _NESTED * len(values) + sum(_text_bytes(pa, part) for part in parts)
-    if pa.types.is_dictionary(values.type):
-        lengths = _lengths(pa, values.dictionary).take(values.indices)
-    elif _is_string(values.type) or _is_bytes(values.type):
-        lengths = _lengths(pa, values)
-    else:
-        return _NESTED * len(values)
-    return _NESTED * len(values) + (pa.compute.sum(lengths).as_py() or 0)
+        return size + sum(_size(pa, part, each) for part in parts)
+    is_dictionary = pa.types.is_dictionary(values.type)
+    texts = values.dictionary if is_dictionary else values
+    if not (_is_string(texts.type) or _is_bytes(texts.type)):
+        return size
+    lengths = _lengths(pa, texts)
+    lengths = lengths.take(values.indices) if is_dictionary else lengths
+    return size + (pa.compute.sum(lengths).as_py() or 0)
 
 
 def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
@@ -327,42 +279,13 @@ def _is_bytes(kind: Any) -> bool:
     return name in ("binary", "large_binary", "binary_view") or name.startswith("fixed_size_binary")
 
 
-def _stated(metadata: Any, names: Sequence[str]) -> int:
-    """The bytes that columns unpack to as the file says, and one for each row."""
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    return metadata.num_rows + sum(_stated_of(group, names) for group in groups)
-
-
-def _stated_of(group: Any, names: Sequence[str]) -> int:
-    return sum(chunk.total_uncompressed_size for chunk in _chunks(group, names))
-
-
-def _encodings(group: Any, names: Sequence[str]) -> dict[str, set[str]]:
-    """How the pages of texts are encoded: of columns, and of those in lists and objects."""
-    return {
-        chunk.path_in_schema: set(chunk.encodings)
-        for chunk in _chunks(group, names)
-        if chunk.physical_type == "BYTE_ARRAY"
-    }
-
-
-def _chunks(group: Any, names: Sequence[str]) -> Iterator[Any]:
-    """What a file says of each part of some columns in a row group."""
-    for chunk in map(group.column, range(group.num_columns)):
-        path = chunk.path_in_schema
-        if any(path == name or path.startswith(f"{name}.") for name in names):
-            yield chunk
-
-
-def _dictionaries(values: Any) -> Iterator[Any]:
-    """The dictionaries of an array, and of those in lists and objects."""
-    values = getattr(values, "storage", values)
-    if hasattr(values, "dictionary"):
-        yield values.dictionary
-    elif hasattr(values, "flatten"):
-        parts = values.flatten()
-        for part in parts if isinstance(parts, list) else [parts]:
-            yield from _dictionaries(part)
+def _stated(group: Any, names: Sequence[str]) -> int:
+    """The bytes that some columns of a row group unpack to, as the file says."""
+    chunks = map(group.column, range(group.num_columns))
+    paths = tuple(f"{name}." for name in names)  # of a column, and of those in lists and objects
+    return sum(
+        x.total_uncompressed_size for x in chunks if f"{x.path_in_schema}.".startswith(paths)
+    )
 
 
 def _is_packed(message: Any) -> bool:

@@ -7,29 +7,26 @@ is l / ln 2 bits per dim, which the literature on enwik8 calls bits per characte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt, UInt8
 
 from reformax.data.checks import check_sizes, check_windows, of_split
-from reformax.data.draws import generator
 from reformax.data.lengths import Lengths, Range, check_enough, ranges
 from reformax.data.stored import crc32_of, windows_of
 from reformax.data.windows import (
-    document_starts,
-    each_once,
+    Windows,
     range_starts,
     range_windows,
     segment_ids_of,
+    window_starts,
 )
 from reformax.declared import SettingError
 from reformax.task import Batch, Documents, Task
 
 SPLITS = ("train", "valid", "test")
-# Where training windows of a text begin; see `windows.document_starts` and `windows.each_once`.
-Windows = Literal["anywhere", "documents", "each_once"]
 
 # The first ids of every vocabulary of sentences. 0 also precedes the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
@@ -186,9 +183,6 @@ def language_model(
     def ranges_of_train() -> list[Range]:
         return ranges(borders_of("train"), len(tokens_of("train")), lengths.borders)
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        return train_rows(seed, step, batch_size, length, slice(None))
-
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
         data = tokens_of("train")
@@ -198,19 +192,21 @@ def language_model(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
         segments = segments_of("train") if document_mask else None
+        borders = borders_of("train") if where == "documents" else None
         request = seed, step, batch_size, length, rows
-        borders = None if where == "anywhere" else borders_of and borders_of("train")
         if lengths is None:
-            found = _whole_text(where, borders, data, segments, *request)
+            starts, scored_from = window_starts(where, borders, len(data), *request)
+            tokens = windows_of(data, starts, length)
+            ids = None if segments is None else segment_ids_of(segments, starts, length)
         else:
-            found = _by_length(ranges_of_train(), lengths, borders, data, segments, *request)
-        tokens, ids, scored_from = found
+            found = ranges_of_train()
+            check_enough(found, lengths, length)
+            drawn = range_starts(found, lengths, borders, len(data), *request)
+            tokens, ids = range_windows(found, *drawn, data, segments, length)
+            scored_from = np.zeros(len(tokens), np.int64)
         tokens = tokens.astype(np.int32) + offset
-        inputs = tokens if ids is None else Documents(tokens, ids)
-        weights = np.ones(tokens.shape, np.float32)
-        if scored_from is not None:
-            weights[np.arange(length) < scored_from[:, None]] = 0
-        return Batch(inputs, tokens, weights)
+        weights = (np.arange(length) >= scored_from[:, None]).astype(np.float32)
+        return Batch(tokens if ids is None else Documents(tokens, ids), tokens, weights)
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_windows(batch_size, length, stride)
@@ -239,6 +235,7 @@ def language_model(
 
         return batches()
 
+    train_batch = functools.partial(train_rows, rows=slice(None))
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
     return task.replace(
         train_rows=train_rows,
@@ -246,38 +243,6 @@ def language_model(
         document_mask=document_mask,
         in_order=where == "each_once",
     )
-
-
-def _whole_text(
-    where: Windows,
-    borders: Int64[np.ndarray, " d"] | None,
-    data: UInt[np.ndarray, " n"],
-    segments: Int64[np.ndarray, " d"] | None,
-    *request,
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """The tokens of windows of a whole text, their segments, and where their targets begin."""
-    seed, step, batch_size, length, rows = request
-    rng, n, scored_from = generator(seed, step), len(data), None
-    if where == "each_once":
-        numbers = step * batch_size + np.arange(batch_size)[rows]
-        starts, scored_from = each_once(n, length, seed, numbers)
-    elif where == "anywhere":
-        starts = rng.integers(n - length + 1, size=batch_size)[rows]
-    else:
-        positions, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
-        starts = document_starts(borders, n, length, positions, back)
-    ids = None if segments is None else segment_ids_of(segments, starts, length)
-    return windows_of(data, starts, length), ids, scored_from
-
-
-def _by_length(
-    found: Sequence[Range], lengths: Lengths, borders, data, segments, *request
-) -> tuple[np.ndarray, np.ndarray | None, None]:
-    """As `_whole_text`, of documents by their lengths."""
-    length = request[3]
-    check_enough(found, lengths, length)
-    drawn = range_starts(found, lengths, borders, len(data), *request)
-    return *range_windows(found, *drawn, data, segments, length), None
 
 
 def check_documents(borders: Mapping[str, np.ndarray] | None, windows: WindowSettings) -> None:

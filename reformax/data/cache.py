@@ -128,17 +128,12 @@ def _lock(folder: Path) -> Path:
 def _alone(folder: Path) -> Iterator[bool]:
     """Whether no other process reads a text, nor begins to meanwhile."""
     path = _lock(folder)
-    before = path.exists()
     with durable.explaining("written", path), _opened(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # held, or a disk without locks, of which nobody knows
             yield False
             return
-        parts = [] if before else _parts(folder)
-        if parts:  # of a version that held no lock
-            times = parts[0].stat()
-            os.utime(path, (times.st_atime, times.st_mtime))
         yield True
 
 

@@ -43,7 +43,7 @@ class Template(NamedTuple):
 
     def prompt(self, text: str) -> str:
         """A user's message as it is written before an answer."""
-        return _runs(self, (Turn("user", text), Turn("assistant", "", True)))[0].text
+        return next(_passages(self, (Turn("user", text), Turn("assistant", "", True)))).text
 
 
 class Passage(NamedTuple):
@@ -254,25 +254,25 @@ def encoded(
     ids, scored, lengths = [np.zeros(0, dtype)], [np.zeros(0, bool)], [0]
     n_bytes, left_out = 0, {}
     for first in range(0, len(conversations), _TOGETHER):
-        runs: list[Passage] = []
+        passages: list[Passage] = []
         counts = []
         for conversation in conversations[first : first + _TOGETHER]:
             if reason := _unwritable(conversation, written):
                 left_out[reason] = left_out.get(reason, 0) + 1
                 continue
-            own = _runs(written.template, conversation)
-            runs += own
-            counts.append(len(own))
-        found = written.alphabet.encode_all([run.text for run in runs])
-        each = iter(zip(runs, found, strict=True))
+            of_one = list(_passages(written.template, conversation))
+            passages += of_one
+            counts.append(len(of_one))
+        found = written.alphabet.encode_all([passage.text for passage in passages])
+        each = iter(zip(passages, found, strict=True))
         for count in counts:
             n = 0
-            for run, run_ids in (next(each) for _ in range(count)):
-                end = [written.end] * run.ends
-                ids.append(np.array([*run_ids, *end], dtype))
-                scored.append(np.full(len(ids[-1]), run.scored))
+            for passage, encoded_passage in itertools.islice(each, count):
+                end = [written.end] * passage.ends
+                ids.append(np.array([*encoded_passage, *end], dtype))
+                scored.append(np.full(len(ids[-1]), passage.scored))
                 n += len(ids[-1])
-                n_bytes += (len(run.text.encode("utf-8")) + 1) * run.scored
+                n_bytes += (len(passage.text.encode("utf-8")) + 1) * passage.scored
             lengths.append(n)
     starts = np.cumsum(lengths, dtype=np.int64)
     return EncodedConversations(
@@ -293,11 +293,8 @@ def _unwritable(conversation: Sequence[Turn], written: Written) -> str | None:
     return None
 
 
-def _runs(template: Template, conversation: Iterable[Turn]) -> list[Passage]:
-    return list(_each_run(template, conversation))
-
-
-def _each_run(template: Template, conversation: Iterable[Turn]) -> Iterator[Passage]:
+def _passages(template: Template, conversation: Iterable[Turn]) -> Iterator[Passage]:
+    """The parts of a conversation, up to its last answer."""
     waiting, of_system = template.first, ""
     for role, text, is_scored in conversation:
         if role == "system" and role not in template.roles:

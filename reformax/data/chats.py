@@ -24,7 +24,7 @@ from reformax.data.base import SPLITS
 from reformax.data.checks import check_sizes, check_split, check_windows
 from reformax.data.conversations import Conversation, LeftOut
 from reformax.data.draws import generator, in_epochs, philox
-from reformax.data.packing import Rows, laid_out, pack
+from reformax.data.packing import Rows, in_rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.declared import Called, Name, PathName, SettingError, VocabSize, checked
 from reformax.task import Batch, Documents, Task
@@ -107,7 +107,7 @@ def chats(
     return Task(
         "chats",
         BYTES if pieces is None else pieces.size,
-        data.train_batch,
+        functools.partial(data.train_rows, rows=slice(None)),
         data.eval_batches,
         lambda split: int(data.encoded(split).scored.sum()),
         fingerprint=data.fingerprint,
@@ -240,9 +240,6 @@ class _Chats:
         count = f"{len(self._parts[split]):,} conversations of CRC-32 {crc:08x}"
         return f"{count}, template {shown}"
 
-    def train_batch(self, seed: int, step: int, batch_size: int, length: int) -> Batch:
-        return self.train_rows(seed, step, batch_size, length, slice(None))
-
     def train_rows(
         self, seed: int, step: int, batch_size: int, length: int, rows: np.ndarray | slice
     ) -> Batch:
@@ -325,10 +322,8 @@ def _batch(
     layout = laid_out(rows, chosen, spans.begins, spans.ends, length)
     counts: Bool[np.ndarray, " n"] = layout.sources >= spans.scored_from[layout.items]
     values = data.ids[layout.sources], layout.segment_ids, data.scored[layout.sources] & counts
-    arrays = []
-    for value, dtype in zip(values, (np.int32, np.int32, np.float32), strict=True):
-        part = np.zeros(batch_size * length, dtype)
-        part[layout.positions] = value
-        arrays.append(part.reshape(batch_size, length))
-    tokens, segment_ids, weights = arrays
+    tokens, segment_ids, weights = (
+        in_rows(layout, value, batch_size, length, dtype)
+        for value, dtype in zip(values, (np.int32, np.int32, np.float32), strict=True)
+    )
     return Batch(Documents(tokens, segment_ids), tokens, weights)

@@ -41,6 +41,19 @@ def check_windows(batch_size: int, length: int, stride: int) -> None:
         raise SettingError(f"stride={stride} must be at most length={length}")
 
 
+def check_own_length(own: int, whose: str, **given: int) -> None:
+    """Raises `SettingError` for a length or stride of rows that have their own."""
+    for argument, value in given.items():
+        if value != own:
+            raise SettingError(f"{argument}={value} must be {own}, {whose}")
+
+
+def check_stride(stride: int, length: int, why: str) -> None:
+    """Raises `SettingError` for an evaluation of rows that do not overlap."""
+    if stride != length:
+        raise SettingError(f"stride={stride} must be length={length}: {why}")
+
+
 def check_sizes(**sizes: int) -> None:
     """Raises ValueError for a size below 1."""
     for argument, value in sizes.items():

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import files, tfds_builders
-from reformax.data.labelled import of_training, stored_task
+from reformax.data.labelled import stored_task, with_valid
 from reformax.declared import PathName, checked
 from reformax.task import Labels, Task
 
@@ -44,20 +44,20 @@ def cifar10(data_dir: PathName | None = None) -> Task:
     """
     folder = None if data_dir is None else files.existing(data_dir)
 
-    def read(split: str) -> tuple[list[bytes], list[int]]:
-        part = "test" if split == "test" else "train"
+    def read(part: str) -> tuple[list[bytes], list[int]]:
         if folder is None:
-            found = tfds_builders.columns("cifar10", part, ("image", "label"), URL, INSTEAD)
-            pictures, classes = np.stack(found[0]), np.asarray(found[1], int)
+            images, labels = tfds_builders.columns(
+                "cifar10", part, ("image", "label"), URL, INSTEAD
+            )
+            pictures, classes = np.stack(images), list(map(int, labels))
         else:
             pictures, classes = _read(folder, _TRAIN if part == "train" else ("test_batch.bin",))
-        if split != "test":
-            chosen = of_training(len(pictures), split)
-            pictures, classes = pictures[chosen], classes[chosen]
-        return [picture.tobytes() for picture in grey(pictures)], classes.tolist()
+        return [picture.tobytes() for picture in grey(pictures)], classes
 
     labels = Labels(10)
-    return stored_task("cifar10", vocab_size=257, labels=labels, read=read, longest=SIDE * SIDE)
+    return stored_task(
+        "cifar10", vocab_size=257, labels=labels, read=with_valid(read), longest=SIDE * SIDE
+    )
 
 
 def grey(pictures: UInt8[np.ndarray, "n h w 3"]) -> UInt8[np.ndarray, "n h w"]:
@@ -65,7 +65,7 @@ def grey(pictures: UInt8[np.ndarray, "n h w 3"]) -> UInt8[np.ndarray, "n h w"]:
     return np.rint(pictures @ _GREY).astype(np.uint8)
 
 
-def _read(folder: Path, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _read(folder: Path, names: tuple[str, ...]) -> tuple[np.ndarray, list[int]]:
     parts = []
     for name in names:
         path = folder / name
@@ -79,4 +79,4 @@ def _read(folder: Path, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]
         parts.append(data.reshape(-1, 1 + _COLOURS))
     rows = np.concatenate(parts)
     colours = rows[:, 1:].reshape(-1, 3, SIDE, SIDE)  # red, green and blue one after another
-    return np.moveaxis(colours, 1, -1), rows[:, 0].astype(int)
+    return np.moveaxis(colours, 1, -1), rows[:, 0].tolist()

@@ -8,17 +8,14 @@ publishes, or any in their format.
 from __future__ import annotations
 
 import csv
-import io
 
-from reformax.data import files
+from reformax.data import files, tables
 from reformax.data.labelled import stored_task
 from reformax.declared import Name, PathName, SettingError, checked
 from reformax.task import Labels, Task
 
 # The column of the label, and those of the two texts.
 _LABEL, _TEXTS, _N_COLUMNS = 0, (3, 4), 5
-# Of a field, instead of the 128 KiB of the csv module.
-_LONGEST = 2**27
 
 
 @checked
@@ -54,26 +51,16 @@ def document_pairs(
                 f"{path} does not exist: put it there, or set document_pairs.document_pairs."
                 f"{split} to the name of yours"
             )
-        try:
-            text = files.read_file(path).decode("utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8: convert it, as with iconv") from None
         pairs, classes = [], []
-        before = csv.field_size_limit(_LONGEST)
-        try:
-            table = csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
-            for number, fields in enumerate(table, 1):
-                if len(fields) != _N_COLUMNS or fields[_LABEL] not in ("0", "1", "0.0", "1.0"):
-                    raise SettingError(
-                        f"{path}, line {number}: expected a label, 0 or 1, two names and two "
-                        "texts, with tabs between them"
-                    )
-                pairs.append(tuple(fields[column].encode() for column in _TEXTS))
-                classes.append(int(float(fields[_LABEL])))
-        except csv.Error as error:
-            raise ValueError(f"{path} is no table with tabs ({error}): save it again") from None
-        finally:
-            csv.field_size_limit(before)
+        rows = tables.delimited_rows(path, "\t", csv.QUOTE_NONE)
+        for number, fields in enumerate(rows, start=1):
+            if len(fields) != _N_COLUMNS or fields[_LABEL] not in ("0", "1", "0.0", "1.0"):
+                raise SettingError(
+                    f"{path} row {number:,}: expected a label, 0 or 1, two names and two texts, "
+                    "with tabs between them"
+                )
+            pairs.append(tuple(fields[column].encode() for column in _TEXTS))
+            classes.append(int(float(fields[_LABEL])))
         return pairs, classes
 
     return stored_task("document_pairs", vocab_size=257, labels=Labels(2, pairs=True), read=read)

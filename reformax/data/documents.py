@@ -199,8 +199,6 @@ def find(
         if by == "cut":
             parts = {"train": [file for paths in parts.values() for file in paths]}
         return Found(parts, dict.fromkeys(parts, "what `datasets` saved"), notes, "datasets")
-    if not raw and pattern == "*":
-        _check_no_pairs(path)
     chosen = choose(path, pattern, field, raw, by, option)
     names = {split: _named(path, paths) for split, paths in chosen.paths.items()}
     marked = [] if raw else _with_marks([p for x in chosen.paths.values() for p in x], field)
@@ -313,10 +311,14 @@ def _no_row(path: Path, field: str) -> ValueError:
 
 
 class Begins:
-    """Where documents of a text begin: with files, and after a `BORDER`."""
+    """Finds where documents begin in a text that comes in parts: with files, and after a `BORDER`.
+
+    Args:
+      by_border: whether a border ends a document.
+      continues: whether the text begins within a document.
+    """
 
     def __init__(self, by_border: bool, continues: bool = False):
-        """Takes whether a border ends a document, and whether one goes on at the begin."""
         self._by_border, self._size = by_border, 0
         self._ends = not continues  # whether what comes next begins a document
 
@@ -332,16 +334,9 @@ class Begins:
         return found
 
 
-class Chosen(NamedTuple):
-    """The files of a folder by their splits, and lines on the others."""
-
-    paths: Mapping[str, list[Path]]
-    notes: Sequence[str]
-
-
 def choose(
     folder: Path, pattern: str, field: str | None, raw: bool, by: splits.By, option: str
-) -> Chosen:
+) -> splits.Divided:
     """The files of a folder that are read; arguments and errors are those of `read`."""
     if files.is_run(folder):
         raise SettingError(
@@ -357,13 +352,8 @@ def choose(
         if any(is_table.values()):
             pages = [path for path in paths if is_page(path) and not is_table[path]]
             paths = [path for path in paths if is_table[path] or not is_page(path)]
-    divided = splits.Divided({"train": paths})
-    if by == "by_name":
-        divided = splits.divided(folder, paths, option)
-    left_out = {"in no split": list(divided.outside), **listed.left_out}
-    left_out[f"next to tables; {_ALL} takes them"] = pages
-    notes = splits.left_out_lines(folder, left_out)
-    return Chosen(divided.paths, [*divided.notes, *notes])
+    left_out = {**listed.left_out, f"next to tables; {_ALL} takes them": pages}
+    return splits.choose(folder, paths, by, option, left_out)
 
 
 def is_page(path: Path) -> bool:
@@ -488,21 +478,3 @@ def _read_json(path: Path) -> dict:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no object of JSON: save the dataset again")
     return found
-
-
-def _named_of(paths: Iterable[Path]) -> Iterator[splits.Named]:
-    return filter(None, (splits.named(path.name) for path in paths))
-
-
-def _check_no_pairs(folder: Path) -> None:
-    """Raises `SettingError` for sentence pairs: files of each split in two languages."""
-    languages = [
-        path.name.removeprefix("train.")
-        for path in sorted(folder.glob("train.??"))
-        if any(x.split != "train" for x in _named_of(folder.glob(f"*{path.suffix}")))
-    ]
-    if len(languages) > 1:
-        raise SettingError(
-            f"{folder} holds sentence pairs ({', '.join(languages)}): translate them with "
-            "--config_file=transformer_multi30k.gin, or choose files by text.text.pattern"
-        )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from reformax.data.base import full_batch
-from reformax.data.checks import check_held_out, check_sizes, check_split
+from reformax.data.checks import check_held_out, check_own_length, check_sizes, check_split
 from reformax.data.draws import generator, philox
-from reformax.declared import SettingError
 from reformax.task import Batch, Task
 
 HELD_OUT = ("valid", "test")
@@ -42,9 +42,7 @@ def drawn_task(
     """
     check_held_out(n_eval, length)
 
-    def check_length(argument: str, value: int) -> None:
-        if value != length:
-            raise SettingError(f"{argument}={value} must be {length}, {name}'s own length")
+    check_length = functools.partial(check_own_length, length, f"{name}'s own length")
 
     def held_out(split: str) -> tuple[np.ndarray, np.ndarray]:
         check_split(name, split, HELD_OUT)
@@ -53,14 +51,13 @@ def drawn_task(
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
         check_sizes(batch_size=batch_size)
-        check_length("length", length)
+        check_length(length=length)
         tokens, weights = examples(generator(seed, step), batch_size)
         return Batch(tokens, tokens, weights)
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size)
-        check_length("length", length)
-        check_length("stride", stride)
+        check_length(length=length, stride=stride)
         tokens, weights = held_out(split)
         starts = range(0, n_eval, batch_size)
         parts = (slice(start, start + batch_size) for start in starts)

@@ -55,7 +55,7 @@ _KINDS = {
 class Joined(NamedTuple):
     """Texts one after another, and where each begins."""
 
-    data: bytes
+    data: UInt8[np.ndarray, " n"]
     begins: Int64[np.ndarray, " d"]
 
 
@@ -263,13 +263,17 @@ def is_run(folder: Path) -> bool:
 
 
 def join(texts: Iterable[bytes]) -> Joined:
-    """Joins texts. A text that ends in no newline, and in no border of a document, gets one."""
-    texts = [t if t.endswith((b"\n", b"\0")) else t + b"\n" for t in texts if t]
-    return Joined(b"".join(texts), np.cumsum([0, *map(len, texts)], dtype=np.int64)[:-1])
+    """Joins texts, one in memory at a time; one that does not end in a newline gets one."""
+    data, begins = bytearray(), []
+    for text in filter(None, texts):
+        begins.append(len(data))
+        data += text
+        data += b"" if text.endswith((b"\n", b"\0")) else b"\n"
+    return Joined(as_array(data), np.array(begins, np.int64))
 
 
-def as_array(data: bytes) -> UInt8[np.ndarray, " n"]:
-    """The bytes as a read-only array, not copied."""
+def as_array(data: bytes | bytearray) -> UInt8[np.ndarray, " n"]:
+    """The bytes as an array, not copied."""
     return np.frombuffer(data, np.uint8)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,17 +17,15 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import files
-from reformax.data.base import SPLITS, fingerprint, full_batch
-from reformax.data.checks import check_sizes, check_split
+from reformax.data.base import SPLITS, fingerprint, language_model
+from reformax.data.checks import check_own_length, check_sizes, check_split
 from reformax.data.draws import generator
-from reformax.data.splits import By, Divided, left_out_lines
-from reformax.data.splits import divided as split_files
+from reformax.data.splits import IMAGES, By, choose
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
 from reformax.task import Batch, Task
 
 Side = Annotated[int, Bounds(1, 1024)]
 CHANNELS = 3
-KINDS = (".png", ".jpg", ".jpeg")
 # Of ten images in the order of their names; the others are trained on.
 _HELD_OUT = {"valid": 8, "test": 9}
 _MOST_PIXELS = 2**26
@@ -65,7 +63,7 @@ def images(
         split, and a length or stride other than an image's.
       OSError: a file cannot be read.
     """
-    left_out: list[str] = []
+    left_out: Sequence[str] = ()
     if data_dir is None:
         paths, tiles = {"train": _bundled()}, True
     else:
@@ -73,16 +71,12 @@ def images(
         if not folder.is_dir():
             raise SettingError(f"data_dir={data_dir} must be a folder with images")
         found = files.listed(folder, pattern)
-        chosen = sorted(path for path in found.paths if path.suffix.lower() in KINDS)
+        chosen = sorted(path for path in found.paths if path.suffix.lower() in IMAGES)
         if not chosen:
-            raise SettingError(f"data_dir={data_dir} holds no {', '.join(KINDS)} of {pattern!r}")
-        divided = Divided({"train": chosen})
-        if splits == "by_name":
-            divided = split_files(folder, chosen, "images.images.splits")
-        paths = divided.paths
-        others = {"in no split": divided.outside, **found.left_out}
-        others["no image"] = sorted(set(found.paths) - set(chosen))
-        left_out = [*divided.notes, *left_out_lines(folder, others)]
+            raise SettingError(f"data_dir={data_dir} holds no {', '.join(IMAGES)} of {pattern!r}")
+        others = {**found.left_out, "no image": sorted(set(found.paths) - set(chosen))}
+        divided = choose(folder, chosen, splits, "images.images.splits", others)
+        paths, left_out = divided.paths, divided.notes
 
     @functools.cache
     def stored(split: str) -> UInt8[np.ndarray, "n _"]:
@@ -117,7 +111,7 @@ def images(
     return _rows_apart("images", CHANNELS * side * side, rows_of).replace(summary=summary)
 
 
-def _rows_apart(name: str, length: int, rows_of) -> Task:
+def _rows_apart(name: str, length: int, rows_of: Callable[[str], UInt8[np.ndarray, "n _"]]) -> Task:
     """The task of predicting the bytes of rows of one length, each by itself.
 
     Args:
@@ -125,11 +119,8 @@ def _rows_apart(name: str, length: int, rows_of) -> Task:
       length: of a row, and so of batches and of an evaluation's stride.
       rows_of: split -> its rows `[n, length]`; checks the split's name.
     """
-
-    def check_length(**given: int) -> None:
-        for argument, value in given.items():
-            if value != length:
-                raise SettingError(f"{argument}={value} must be {length}, the bytes of an image")
+    in_a_row = language_model(name, 256, lambda split: rows_of(split).ravel())
+    check_length = functools.partial(check_own_length, length, "the bytes of an image")
 
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         check_sizes(batch_size=batch_size)
@@ -139,24 +130,15 @@ def _rows_apart(name: str, length: int, rows_of) -> Task:
         tokens = tokens.astype(np.int32)
         return Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        return train_rows(seed, step, batch_size, length, slice(None))
-
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
-        check_sizes(batch_size=batch_size)
         check_length(length=length, stride=stride)
-        data = rows_of(split)
-        parts = (data[first : first + batch_size] for first in range(0, len(data), batch_size))
-        return (full_batch(part, np.ones(part.shape), batch_size) for part in parts)
+        return in_a_row.eval_batches(split, batch_size, length, stride)
 
-    return Task(
-        name,
-        256,
-        train_batch,
-        eval_batches,
-        n_targets=lambda split: rows_of(split).size,
-        fingerprint=functools.cache(lambda split: fingerprint(rows_of(split).ravel())),
+    return in_a_row.replace(
+        train_batch=functools.partial(train_rows, rows=slice(None)),
         train_rows=train_rows,
+        eval_batches=eval_batches,
+        fingerprint=functools.cache(lambda split: fingerprint(rows_of(split).ravel())),
     )
 
 

@@ -6,6 +6,7 @@ The tasks are those of `reformax.data.questions`, in sentences and of keys that 
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ Share = Annotated[float, Bounds(0.0, 1.0, name="a number from 0 to 1")]
 TASKS = tuple(questions.KINDS)
 # A sentence is put where a line begins, at most so many bytes after its place, or before it.
 _LINE = 200
-_NEWLINE = ord("\n")
 
 Encode = Callable[[str], np.ndarray]
 
@@ -75,18 +75,9 @@ def in_context(
             inputs = Documents(targets, ids)
         return Batch(inputs, targets, weights)
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        batch = task.train_batch(seed, step, batch_size, length)
-        return with_tasks(batch, seed, step, range(batch_size))
-
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
-        numbers = np.arange(batch_size)[rows]
-        if task.train_rows is not None:
-            batch = task.train_rows(seed, step, batch_size, length, rows)
-        else:
-            whole = task.train_batch(seed, step, batch_size, length)
-            batch = Batch(*(_rows_of(x, numbers) for x in whole))
-        return with_tasks(batch, seed, step, numbers)
+        batch = task.rows_of_batch(seed, step, batch_size, length, rows)
+        return with_tasks(batch, seed, step, np.arange(batch_size)[rows])
 
     words = (
         f"{share:.6g} of rows with {', '.join(tasks)} of {least_length} tokens and more, answers "
@@ -102,17 +93,11 @@ def in_context(
 
     return task.replace(
         name="in_context",
-        train_batch=train_batch,
+        train_batch=functools.partial(train_rows, rows=slice(None)),
         train_rows=train_rows,
         fingerprint=None if task.fingerprint is None else fingerprint,
         summary=summary,
     )
-
-
-def _rows_of(x: Any, numbers: np.ndarray) -> Any:
-    if isinstance(x, Documents):
-        return Documents(*(part[numbers] for part in x))
-    return x[numbers]
 
 
 def encoder_of(task: Task) -> Encode:

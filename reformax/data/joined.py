@@ -24,7 +24,11 @@ FOLDER = "folder"
 
 
 class Keys:
-    """The key of each document of some files: documents with one key are joined."""
+    """The keys of documents, while their files are read: those with one key are joined.
+
+    `begin` takes each file, and `rows` passes the rows of a table on. `take` then has the keys of
+    the documents that were read.
+    """
 
     def __init__(self, join_by: str):
         """Takes `FOLDER`, or a field of rows."""

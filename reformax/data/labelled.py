@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from reformax.data.base import SPLITS, fingerprint
-from reformax.data.checks import check_sizes, check_split, of_split
+from reformax.data.checks import check_sizes, check_split, check_stride, of_split
 from reformax.data.draws import generator
 from reformax.declared import SettingError
 from reformax.task import Batch, DocumentPairs, Labels, Task
@@ -64,8 +64,7 @@ def labelled_task(
     def check_length(length: int, stride: int) -> None:
         if longest is not None and length < longest:
             raise SettingError(f"length={length} must be at least {longest}, the longest of {name}")
-        if stride != length:
-            raise SettingError(f"stride={stride} must be length={length}: examples do not overlap")
+        check_stride(stride, length, "examples do not overlap")
 
     size = sizes if callable(sizes) else functools.partial(of_split, name, sizes)
 
@@ -91,9 +90,6 @@ def labelled_task(
         numbers = numbers[rows]
         return batch("train", numbers, len(numbers), length)
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        return train_rows(seed, step, batch_size, length, slice(None))
-
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length, stride=stride)
         check_length(length, stride)
@@ -104,7 +100,7 @@ def labelled_task(
     return Task(
         name,
         vocab_size,
-        train_batch,
+        functools.partial(train_rows, rows=slice(None)),
         eval_batches,
         size,
         fingerprint=made_by,
@@ -114,15 +110,23 @@ def labelled_task(
     )
 
 
-def of_training(n: int, split: str) -> Int[np.ndarray, " m"]:
-    """The numbers of those of n training examples that are in a split: every tenth is in 'valid'.
+def with_valid(
+    read: Callable[[str], tuple[list[bytes], list[int]]],
+) -> Callable[[str], tuple[list[bytes], list[int]]]:
+    """Every tenth of the examples of 'train' as 'valid', for a set that is published without.
 
     Args:
-      n: the examples of a set that is published without 'valid'.
-      split: 'train' or 'valid'.
+      read: 'train' or 'test' -> its rows and their classes.
     """
-    numbers = np.arange(n)
-    return numbers[(numbers % _HELD_OUT == 0) == (split == "valid")]
+
+    def split_of(split: str) -> tuple[list[bytes], list[int]]:
+        if split == "test":
+            return read("test")
+        rows, classes = read("train")
+        chosen = [i for i in range(len(rows)) if (i % _HELD_OUT == 0) == (split == "valid")]
+        return [rows[i] for i in chosen], [classes[i] for i in chosen]
+
+    return split_of
 
 
 def stored_task(

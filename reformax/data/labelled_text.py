@@ -116,21 +116,18 @@ def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
     paths = are_tables or listed.paths
     if not paths:
         raise SettingError(f"{path} has no file that matches {pattern!r}: put labelled texts there")
-    divided = by_name.Divided({"train": paths})
-    if by == "by_name":
-        divided = by_name.divided(path, paths, f"{_OPTION}.splits")
-    left_out = {"in no split": divided.outside, **listed.left_out}
-    left_out["no table"] = sorted(set(listed.paths) - set(paths))
-    chosen = dict(divided.paths)
-    if not are_tables:
-        several = len(chosen) > 1
-        for split, those in divided.paths.items():
-            chosen[split] = [x for x in those if _class_of(path, x, several and split)]
-        kept = {x for those in chosen.values() for x in those}
-        apart = {x for those in divided.paths.values() for x in those} - kept
-        left_out["in no folder of a class"] = sorted(apart)
-    notes = [*divided.notes, *by_name.left_out_lines(path, left_out)]
-    return _Found(chosen, bool(are_tables), notes)
+    left_out = {**listed.left_out, "no table": sorted(set(listed.paths) - set(paths))}
+    found = by_name.choose(path, paths, by, f"{_OPTION}.splits", left_out)
+    if are_tables:
+        return _Found(found.paths, True, found.notes)
+    several = len(found.paths) > 1
+    chosen = {
+        split: [x for x in those if _class_of(path, x, several and split)]
+        for split, those in found.paths.items()
+    }
+    apart = {x for those in found.paths.values() for x in those}.difference(*chosen.values())
+    lines = by_name.left_out_lines(path, {"in no folder of a class": sorted(apart)})
+    return _Found(chosen, False, [*found.notes, *lines])
 
 
 def _class_of(folder: Path, path: Path, split: str | bool) -> str | None:

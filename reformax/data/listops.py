@@ -11,7 +11,6 @@ drawn at once, a level at a time, so that a thousand examples take well below a 
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -19,10 +18,9 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from reformax.data import files, splits, tables
-from reformax.data.base import SPLITS, fingerprint
+from reformax.data.base import SPLITS
 from reformax.data.blocks import Block, drawn_blocks
-from reformax.data.checks import check_split
-from reformax.data.labelled import labelled_task, padded
+from reformax.data.labelled import labelled_task, padded, stored_task
 from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
 
@@ -155,39 +153,23 @@ def _published(folder: Path, max_length: int, n_train: int, n_eval: int) -> Task
             )
         return found[0]
 
-    @functools.cache
-    def stored(split: str) -> tuple[list[np.ndarray], np.ndarray]:
-        check_split("listops", split, SPLITS)
+    def read(split: str) -> tuple[list[bytes], list[int]]:
         return _read(file_of(split), max_length, n_train if split == "train" else n_eval)
 
-    def examples(split: str, numbers: Int[np.ndarray, " n"]):
-        rows, classes = stored(split)
-        return padded([rows[i] for i in numbers], max_length - 1), classes[numbers]
-
-    @functools.cache
-    def made_by(split: str) -> str:
-        rows, classes = stored(split)
-        return f"{len(rows):,} lists, {fingerprint(np.concatenate([*rows, classes]))}"
+    sizes = {"vocab_size": len(WORDS), "labels": Labels(10), "longest": max_length - 1}
+    task = stored_task("listops", **sizes, read=read)
 
     def summary() -> list[str]:
         there = [split for split in SPLITS if len(files_of[split]) == 1]
-        sizes = [f"{s} {len(stored(s)[0]):,} lists ({file_of(s).name})" for s in there]
+        sizes = [f"{s} {task.n_targets(s):,} lists ({file_of(s).name})" for s in there]
         return [f"{folder}: {'; '.join(sizes)}"]
 
-    return labelled_task(
-        "listops",
-        vocab_size=len(WORDS),
-        labels=Labels(10),
-        sizes=lambda split: len(stored(split)[0]),
-        examples=examples,
-        made_by=made_by,
-        longest=max_length - 1,
-    ).replace(summary=summary)
+    return task.replace(summary=summary)
 
 
-def _read(path: Path, max_length: int, most: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The lists of a file, and what they come to."""
-    rows: list[np.ndarray] = []
+def _read(path: Path, max_length: int, most: int) -> tuple[list[bytes], list[int]]:
+    """The lists of a file, a byte less than each token, and what they come to."""
+    rows: list[bytes] = []
     classes: list[int] = []
     columns = {"Source": 0, "Target": 1}
     for number, fields in enumerate(tables.delimited_rows(path, "\t"), start=1):
@@ -206,7 +188,7 @@ def _read(path: Path, max_length: int, most: int) -> tuple[list[np.ndarray], np.
                 f"{len(words) + 1:,} or more"
             )
         try:
-            rows.append(np.array([_TOKENS[word] for word in words], np.uint8))
+            rows.append(bytes(_TOKENS[word] - 1 for word in words))
         except KeyError as error:
             raise SettingError(
                 f"{where} has {error.args[0]!r}, which is no word of a list"
@@ -214,7 +196,7 @@ def _read(path: Path, max_length: int, most: int) -> tuple[list[np.ndarray], np.
         classes.append(int(fields[columns["Target"]]))
     if not rows:
         raise SettingError(f"{path} has no list: give a file that has some")
-    return rows, np.array(classes, np.uint8)
+    return rows, classes
 
 
 class Trees(NamedTuple):

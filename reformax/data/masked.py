@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from reformax.data.base import SPLITS
-from reformax.data.checks import check_sizes
+from reformax.data.checks import check_own_length, check_sizes, check_stride
 from reformax.data.draws import generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 from reformax.task import Batch, Task
@@ -63,8 +63,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         raise SettingError(f"mask_id is {mask_id}: expected an id below {vocab_size}")
 
     def check_length(given: int) -> None:
-        if given != length:
-            raise SettingError(f"length={given} must be {length}, masked.masked.length")
+        check_own_length(length, "masked.masked.length", length=given)
 
     def draws(of_rows: np.random.Generator, shape: int | tuple[int, int]):
         """The number that decides whether a token is chosen, and the token that may replace it."""
@@ -86,11 +85,9 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
     def eval_batches(split: str, batch_size: int, given: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size)
         check_length(given)
-        if stride != length:
-            raise SettingError(
-                f"stride={stride} must be length={length}: a window's hidden tokens go by its "
-                "number, leave eval_stride out"
-            )
+        check_stride(
+            stride, length, "a window's hidden tokens go by its number, leave eval_stride out"
+        )
         batches = task.eval_batches(split, batch_size, length, stride)
 
         def every() -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -83,11 +84,8 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         for k in np.unique(chosen):
             own = np.flatnonzero(chosen == k)
             order.append(own)
-            parts.append(tasks[k].train_rows(seed, step, batch_size, length, numbers[own]))
+            parts.append(tasks[k].rows_of_batch(seed, step, batch_size, length, numbers[own]))
         return _in_order(parts, np.argsort(np.concatenate(order)))
-
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
-        return train_rows(seed, step, batch_size, length, slice(None))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         found = [task.eval_batches(split, batch_size, length, stride) for task in tasks]
@@ -111,7 +109,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
     return Task(
         "mixture",
         first.vocab_size,
-        train_batch,
+        functools.partial(train_rows, rows=slice(None)),
         eval_batches,
         lambda split: sum(task.n_targets(split) for task in tasks),
         fingerprint=fingerprint,

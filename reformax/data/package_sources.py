@@ -59,7 +59,7 @@ _HASH = "--hash=sha256:"
 class Sources(NamedTuple):
     """The sources of packages one after another; where each file and each package begins."""
 
-    data: bytes
+    data: UInt8[np.ndarray, " n"]
     begins: Int64[np.ndarray, " d"]
     packages: Int64[np.ndarray, " p"]
 
@@ -111,7 +111,7 @@ def package_sources(
       OSError: a file cannot be read.
     """
     found = read(data_dir, wheels)
-    splits = split_text({"train": files.as_array(found.data)}, str(data_dir), max_held_out)
+    splits = split_text({"train": found.data}, str(data_dir), max_held_out)
     if whole_packages:
         splits = split_packages(found, max_held_out)
     borders = split_borders({"train": found.begins}, splits)
@@ -126,7 +126,7 @@ def split_packages(text: Sources, max_held_out: int) -> dict[str, UInt8[np.ndarr
     Raises:
       ValueError: the last package, or that before test, is longer than a held-out split may be.
     """
-    data = files.as_array(text.data)
+    data = text.data
     held_out, end, parts = min(len(data) * 5 // 100, max_held_out), len(data), {}
     for split in ("test", "valid"):
         first = text.packages[text.packages.searchsorted(end - held_out) :]
@@ -146,24 +146,26 @@ def read(data_dir: PathName, wheels: PathName | None = None) -> Sources:
         raise SettingError(f"data_dir is {folder}, a file: give the folder of the wheels")
     known = LISTS.get(wheels)
     listed = known.path if known else user_path("wheels", wheels)
-    sources = list(_sources(_found(folder, listed)))
-    text = files.join(source for _, source in sources)
+    wheel_of: list[int] = []
+    text = files.join(_sources(_found(folder, listed), wheel_of))
     found = listed, len(text.data), hashlib.sha256(text.data).hexdigest()
     if known and known != found:
         raise ValueError(f"{folder}: the text of {listed} is not what it was: report this as a bug")
-    _, first_files = np.unique([wheel for wheel, _ in sources], return_index=True)
-    return Sources(text.data, text.begins, text.begins[first_files])
+    _, first_files = np.unique(wheel_of, return_index=True)
+    return Sources(*text, text.begins[first_files])
 
 
-def _sources(paths: list[Path]) -> Iterator[tuple[int, bytes]]:
-    """The index of a wheel and a .py file of it after its path."""
+def _sources(paths: list[Path], wheel_of: list[int]) -> Iterator[bytes]:
+    """Each .py file of the wheels after its path; `wheel_of` gets the index of its wheel."""
     before = set()
     for index, path in enumerate(paths):
         try:
             for name, source in _members(path):
-                if source not in before:
-                    before.add(source)
-                    yield index, b"# %s\n%s" % (name.encode(), source)
+                digest = hashlib.sha256(source).digest()
+                if digest not in before:
+                    before.add(digest)
+                    wheel_of.append(index)
+                    yield b"# %s\n%s" % (name.encode(), source)
         except (*files.DAMAGED, RuntimeError) as error:  # as pinned, so another copy is no better
             raise ValueError(f"{path} is damaged ({error}): pin another wheel") from error
 

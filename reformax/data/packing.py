@@ -93,6 +93,15 @@ def laid_out(
     return RowLayout(sources, positions, k[slot] + 1, items[slot])
 
 
+def in_rows(
+    layout: RowLayout, values: np.ndarray, n_rows: int, length: int, dtype: type
+) -> np.ndarray:
+    """An array `[n_rows, length]` with a value for each token of a layout, and 0 elsewhere."""
+    found = np.zeros(n_rows * length, dtype)
+    found[layout.positions] = values
+    return found.reshape(n_rows, length)
+
+
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All integers of the ranges [begin, end), each with its range's index and its offset there."""
     counts = ends - begins

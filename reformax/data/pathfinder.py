@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
-from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked, shown
+from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
 
 Levels = Annotated[int, Bounds(2, 256)]
@@ -72,7 +72,6 @@ def pathfinder(
     levels: Levels = 256,
     mirrored: bool = False,
     data_seed: Seed = 0,
-    data_dir: PathName | None = None,
     cache_dir: PathName | None = None,
 ) -> Task:
     """Name whether the dots of an image of `size * size` pixels are connected: class 1, or 0.
@@ -92,7 +91,6 @@ def pathfinder(
       mirrored: whether training goes on, after these images, with their seven mirrored and turned
         copies, of the same classes: eight times as many for the time of one.
       data_seed: another one makes another set.
-      data_dir: None: images are drawn, and none are read.
       cache_dir: a folder to keep images in, of 32 pixels 0.3 KB each and of 128 pixels 1.7 KB.
         Drawing takes milliseconds an image, and several processes may fill one folder. None: they
         stay in memory alone, a byte a pixel.
@@ -102,11 +100,6 @@ def pathfinder(
         file is damaged.
       OSError: the folder cannot be read or written.
     """
-    if data_dir is not None:
-        raise SettingError(
-            f"data_dir is {shown(data_dir)}: images are drawn, and none are read: leave it out, or "
-            "keep what is drawn by pathfinder.pathfinder.cache_dir"
-        )
     if size not in LOOKS:
         raise SettingError(f"size is {size}: expected one of {', '.join(map(str, LOOKS))}")
     lengths = tuple(length) if isinstance(length, Sequence) else (length,)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reformax import durable
-from reformax.data import token_files
+from reformax.data import shard_folders
 from reformax.data.documents import Text
 from reformax.data.piece_blocks import spans
 from reformax.data.pieces import PieceVocabulary
@@ -69,13 +69,13 @@ def encoded(
             for number, (first, last) in enumerate(spans(text.data, _SPAN))
         ]
         write = functools.partial(_write, model=model, size=vocabulary.size)
-        made = token_files.all_made(write, tasks, partial, _MEMORY, processes, quiet)
+        made = shard_folders.all_made(write, tasks, partial, _MEMORY, processes, quiet)
         return {"dtype": str(vocabulary.dtype), "vocabulary": fingerprint(model), "spans": made}
 
     if (folder / _FOLDER).is_symlink():  # in a folder of somebody else it may lead anywhere
         raise SettingError(f"{folder / _FOLDER} is a symbolic link: prepare the text anew")
-    token_files.made_whole(own, key, make)
-    return _arrays(own, token_files.manifest(own)["spans"], vocabulary.dtype)
+    shard_folders.made_whole(own, key, make)
+    return _arrays(own, shard_folders.manifest(own)["spans"], vocabulary.dtype)
 
 
 def _part(text: Text, first: int, last: int) -> Text:
@@ -109,7 +109,7 @@ def _vocabulary(model: bytes, size: int) -> PieceVocabulary:
 
 
 def _arrays(folder: Path, made: Sequence[dict[str, Any]], dtype: np.dtype) -> Text:
-    paths = [token_files.shard_path(folder, x["file"]) for x in made]
+    paths = [shard_folders.shard_path(folder, x["file"]) for x in made]
     ids = [FilePart(f"{path}.ids", 0, x["n"]) for path, x in zip(paths, made, strict=True)]
     joins = any("joined" in x for x in made)
     begins = _begins(paths, made, "begins")

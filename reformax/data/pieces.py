@@ -44,7 +44,7 @@ from reformax.data.piece_blocks import (
 from reformax.data.piece_codecs import ENDS, HuggingFaceTokenizer, codec_of
 from reformax.data.sentencepieces import SentencePieceModel, learnt
 from reformax.data.stored import crc32_of
-from reformax.data.vocabulary import FILE, check_settings, check_size
+from reformax.data.vocabulary import FILE, check_settings, check_size, read_kept, write_kept
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
 from reformax.task import Task
@@ -136,13 +136,7 @@ class PieceVocabulary:
         else:
             made = self._made()
             self._check_file()
-            if path.exists() and path.read_bytes() != made:
-                raise ValueError(
-                    f"{path} is not the vocabulary of this text and these settings, and the run "
-                    "has no checkpoint yet: delete it, or give another output_dir"
-                )
-            if not path.exists():
-                durable.write(path, made)
+            write_kept(path, made)
             if self._text is not None:
                 self.warn_of_loss(self._text, "train")
                 self._warn_of_no_end()
@@ -323,13 +317,8 @@ class PieceVocabulary:
         self.size = min(self._pieces.size, rows or self._pieces.size)
 
     def _take_kept(self, path: Path) -> None:
-        if not path.is_file():
-            raise ValueError(
-                f"{path} is missing: the model's ids mean nothing without it, copy it back from "
-                "where the run was trained"
-            )
         given, declared = self._bytes, self.size
-        self._take(_read(path), path)
+        self._take(read_kept(path), path)
         if given is not None and given != self._bytes:
             raise SettingError(
                 f"{self._option}.vocabulary is {self._path}, which is not {path}: give the run's "
@@ -378,9 +367,8 @@ def piece_language_model(
     vocabulary: PieceVocabulary,
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     windows: WindowSettings = ANYWHERE,
+    segments: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     encode: Callable[[str], tuple[Any, Any, Any]] | None = None,
-    joined: Mapping[str, Int64[np.ndarray, " j"]] | None = None,
-    hide_joined: bool = False,
 ) -> Task:
     """The task of predicting each piece of a text; a split is encoded when it is needed.
 
@@ -390,17 +378,15 @@ def piece_language_model(
       vocabulary: kept by the run before it is used.
       borders: the bytes, by position, that documents begin with, sorted; None: one document.
       windows: how the text is divided into windows.
-      encode: a split -> its ids, and the ids that documents begin with and joined documents, in
-        files. None: in memory.
-      joined: as `borders`, of joined documents, which are one each; None: none is joined.
-      hide_joined: whether the mask hides the parts of a joined document from each other too.
+      segments: as `borders`, of what the mask hides from each other; None: the documents.
+      encode: a split -> its ids, and those that `borders` and `segments` are, in files. None: in
+        memory.
 
     Raises:
       ValueError: settings by the documents of a text without.
     """
-    outer = borders if joined is None else joined
-    masks_documents = windows.document_mask and not hide_joined
-    check_documents(outer, windows._replace(document_mask=masks_documents))
+    masks_documents = windows.document_mask and segments is None
+    check_documents(borders, windows._replace(document_mask=masks_documents))
     bytes_of = functools.partial(of_split, name, splits)
 
     @functools.cache
@@ -413,7 +399,7 @@ def piece_language_model(
         found = vocabulary.encode_documents(bytes(data))
         positions = [
             of_split and vocabulary.positions(bytes(data), found, of_split[split])
-            for of_split in (borders, joined)
+            for of_split in (borders, segments)
         ]
         return found.ids, *(x if x is None else x[x < len(found.ids)] for x in positions)
 
@@ -421,9 +407,9 @@ def piece_language_model(
         name,
         vocabulary.size,
         lambda split: encoded(split)[0],
-        borders_of=outer and (lambda split: encoded(split)[1 if joined is None else 2]),
+        borders_of=borders and (lambda split: encoded(split)[1]),
         windows=windows,
-        segments_of=(lambda split: encoded(split)[1]) if hide_joined else None,
+        segments_of=segments and (lambda split: encoded(split)[2]),
     )
     return task.replace(
         fingerprint=text_fingerprint(bytes_of, windows.document_mask),

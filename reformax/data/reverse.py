@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 
 from reformax.data.base import EOS, SPLITS, UNKNOWN
-from reformax.data.checks import check_held_out, check_sizes, check_split
+from reformax.data.checks import check_held_out, check_sizes, check_split, check_stride
 from reformax.data.draws import generator, philox
 from reformax.data.vocabulary import Numbers
 from reformax.declared import LARGEST, Bounds, SettingError, Size, checked
@@ -78,8 +78,7 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size)
         check_length(length)
-        if stride != length:
-            raise SettingError(f"stride={stride} must be length={length}: pairs do not overlap")
+        check_stride(stride, length, "pairs do not overlap")
         rows = fixed(split, length)
         starts = range(0, n_eval, batch_size)
         parts = (slice(start, start + batch_size) for start in starts)

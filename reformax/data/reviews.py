@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reformax.data import files, tfds_builders
-from reformax.data.labelled import of_training, stored_task
+from reformax.data.labelled import stored_task, with_valid
 from reformax.declared import PathName, checked
 from reformax.task import Labels, Task
 
@@ -37,19 +37,13 @@ def reviews(data_dir: PathName | None = None) -> Task:
     """
     folder = None if data_dir is None else files.existing(data_dir)
 
-    def read(split: str) -> tuple[list[bytes], list[int]]:
-        part = "test" if split == "test" else "train"
-        if folder is None:
-            found = tfds_builders.columns("imdb_reviews", part, ("text", "label"), URL, INSTEAD)
-            texts, classes = found[0], [int(label) for label in found[1]]
-        else:
-            texts, classes = _read(folder, part)
-        if split != "test":
-            chosen = of_training(len(texts), split)
-            texts, classes = [texts[i] for i in chosen], [classes[i] for i in chosen]
-        return texts, classes
+    def read(part: str) -> tuple[list[bytes], list[int]]:
+        if folder is not None:
+            return _read(folder, part)
+        texts, labels = tfds_builders.columns("imdb_reviews", part, ("text", "label"), URL, INSTEAD)
+        return texts, list(map(int, labels))
 
-    return stored_task("reviews", vocab_size=257, labels=Labels(2), read=read)
+    return stored_task("reviews", vocab_size=257, labels=Labels(2), read=with_valid(read))
 
 
 def _read(folder: Path, part: str) -> tuple[list[bytes], list[int]]:

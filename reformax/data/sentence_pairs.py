@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Int
 
 from reformax.data.base import SPLITS
-from reformax.data.checks import check_sizes, check_split
+from reformax.data.checks import check_sizes, check_split, check_stride
 from reformax.data.draws import generator, philox
-from reformax.data.packing import Rows, laid_out, pack
+from reformax.data.packing import Rows, in_rows, laid_out, pack
 from reformax.data.vocabulary import SentencePieces
 from reformax.declared import SettingError
 from reformax.task import Batch, SentencePairs, Task, Translation
@@ -153,8 +153,7 @@ class _Pairs:
         self, split: str, batch_size: int, length: int, stride: int
     ) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length)
-        if stride != length:
-            raise SettingError(f"stride={stride} must be length={length}: sentences do not overlap")
+        check_stride(stride, length, "sentences do not overlap")
         lengths = self._lengths(split)
         longest = lengths.max(axis=1)
         row_lengths = [length]
@@ -196,9 +195,7 @@ def _batch(
     for ids, starts in sides:
         layout = laid_out(rows, chosen, starts[:-1], starts[1:], length)
         for values in (ids[layout.sources], layout.segment_ids):
-            part = np.zeros(batch_size * length, np.int32)
-            part[layout.positions] = values
-            parts.append(part.reshape(batch_size, length))
+            parts.append(in_rows(layout, values, batch_size, length, np.int32))
     source, source_segment_ids, target, target_segment_ids = parts
     weights = (target_segment_ids > 0).astype(np.float32)
     return Batch(

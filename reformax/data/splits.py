@@ -135,6 +135,25 @@ def divided(folder: Path, paths: Sequence[Path], option: str) -> Divided:
     return Divided({split: found[split] for split in SPLITS if found[split]}, outside)
 
 
+def choose(
+    folder: Path,
+    paths: Sequence[Path],
+    by: By,
+    option: str,
+    left_out: Mapping[str, Sequence[Path]],
+) -> Divided:
+    """The files of a folder by its splits, and a line for each reason that others are left out for.
+
+    Args:
+      folder, paths, option: as in `divided`.
+      by: whether the folder's own splits are kept.
+      left_out: files by the reason that they are none of `paths`.
+    """
+    found = divided(folder, paths, option) if by == "by_name" else Divided({"train": list(paths)})
+    lines = left_out_lines(folder, {"in no split": found.outside, **left_out})
+    return found._replace(notes=[*found.notes, *lines])
+
+
 def with_cut(rows: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
     """The rows of each split, of which those that are not there are every tenth row of train."""
     cut = {place: split for split, place in _CUT.items() if split not in rows}

@@ -54,7 +54,7 @@ def stdlib(
     """
     folder, paths = library_files()
     text = files.join(p.read_bytes() for p in paths)
-    splits = split_bytes(files.as_array(text.data), str(folder))
+    splits = split_bytes(text.data, str(folder))
     borders = split_borders({"train": text.begins}, splits)
     if max_bytes is not None:
         whole = sum(map(len, splits.values()))

@@ -95,7 +95,7 @@ def _largest(n: int) -> dict[str, np.ndarray]:
         if rest and first != "test":
             of_package.setdefault(first, []).append(path)
     texts = {
-        name: files.as_array(files.join(path.read_bytes() for path in inside).data)
+        name: files.join(path.read_bytes() for path in inside).data
         for name, inside in of_package.items()
     }
     if n > len(texts):

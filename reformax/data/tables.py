@@ -203,11 +203,13 @@ def place_of(path: Path, rows: Reader, number: int) -> str:
     return f"{path} line {next(itertools.islice(lines, number - 1, None)):,}"
 
 
-def delimited_rows(path: Path, delimiter: str) -> Iterator[list[str]]:
-    """The rows of a .csv or .tsv, plain or packed, without empty lines."""
+def delimited_rows(
+    path: Path, delimiter: str, quoting: int = csv.QUOTE_MINIMAL
+) -> Iterator[list[str]]:
+    """The rows of a .csv or .tsv, plain or packed, without empty lines; `quoting` is of `csv`."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE))
     text = io.TextIOWrapper(files.opened(files.blocks(path)), "utf-8-sig", newline="")
-    table = csv.reader(text, delimiter=delimiter)
+    table = csv.reader(text, delimiter=delimiter, quoting=quoting)
     try:
         yield from filter(None, table)
     except csv.Error as error:

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from reformax.data import documents, files, piece_files, token_files
+from reformax.data import documents, files, piece_files, shard_folders, token_files
 from reformax.data.base import SPLITS, Windows, WindowSettings, byte_language_model, split_borders
 from reformax.data.checks import of_split
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
 from reformax.data.splits import By
+from reformax.data.stored import StoredArray
 from reformax.data.vocabulary import FILE, ModelType
 from reformax.declared import (
     Bounds,
@@ -120,8 +121,7 @@ def text(
     of_bytes = vocabulary is None and vocab_size in (BYTES, BYTES + offset)
     path = files.existing(data_dir)
     lengths = checked_lengths(length_borders, length_weights, windows)
-    settings = {"pattern": pattern, "field": field, "raw": raw, "splits": splits}
-    settings["join_by"] = join_by
+    settings = dict(pattern=pattern, field=field, raw=raw, splits=splits, join_by=join_by)
     by_documents = document_mask or windows == "documents" or lengths is not None
     if join_by == FOLDER and not by_documents:  # files of a folder are together in every text
         raise SettingError(
@@ -133,7 +133,13 @@ def text(
     parts = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
     joined = joined_borders(source, parts)
-    _check_hidden(hide_joined, joined is not None, document_mask)
+    if hide_joined and not (joined and document_mask):
+        raise SettingError(
+            "hide_joined is True, which needs joined documents and a mask: set join_by and "
+            "document_mask=True as well, or leave it out"
+        )
+    # What windows and lengths go by, and what the mask hides where that is another thing.
+    outer, inner = (borders if joined is None else joined), borders if hide_joined else None
     divided = WindowSettings(windows, document_mask, lengths)
     of_lengths = [] if lengths is None else lengths.summary()
     summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
@@ -143,7 +149,6 @@ def text(
                 f"model_type is {model_type!r}: bytes are no pieces, leave it out, or set "
                 "vocab_size to 260 or more"
             )
-        outer, inner = (borders if joined is None else joined), borders if hide_joined else None
         task = byte_language_model("text", parts, offset, outer, divided, inner)
         return _with_words(task, summary, joined is not None, hide_joined)
     if vocabulary is None and vocab_size < 260:
@@ -155,10 +160,13 @@ def text(
     if vocabulary is None and folder is not None and (folder / FILE).is_file():
         vocabulary = folder / FILE
     pieces = PieceVocabulary(vocab_size, parts["train"], vocabulary, model_type, kept_in=folder)
-    encode = folder and functools.partial(encoded_split, parts, borders, joined, pieces, folder)
-    task = piece_language_model(
-        *("text", parts, pieces, borders, divided, encode), joined=joined, hide_joined=hide_joined
-    )
+
+    def encode(split: str) -> tuple[StoredArray, StoredArray, StoredArray]:
+        ids, begins, of_joined = encoded_split(parts, borders, joined, pieces, folder, split)
+        return ids, begins if of_joined is None else of_joined, begins
+
+    in_files = encode if folder else None
+    task = piece_language_model("text", parts, pieces, outer, divided, inner, in_files)
     return _with_words(task, summary, joined is not None, hide_joined)
 
 
@@ -182,19 +190,11 @@ def joined_borders(
     return found or {split: np.zeros(1, np.int64) for split in parts}
 
 
-def _check_hidden(hide_joined: bool, is_joined: bool, document_mask: bool) -> None:
-    if hide_joined and not (is_joined and document_mask):
-        raise SettingError(
-            "hide_joined is True, which needs joined documents and a mask: set join_by and "
-            "document_mask=True as well, or leave it out"
-        )
-
-
 def _source(
     path: Path, settings: Mapping[str, Any], small: int, cache_dir: PathName | None
 ) -> tuple[documents.Source, Path | None]:
     """The text, and the folder of its files; None for what is in memory."""
-    if token_files.is_prepared(path):
+    if shard_folders.is_prepared(path):
         made_with = DEFAULTS | token_files.settings_of(path)
         for name, value in settings.items():
             if value not in (DEFAULTS[name], made_with[name]):
@@ -204,7 +204,6 @@ def _source(
                 )
         return token_files.load(path), path
     found = find(path, settings)
-    settings = set_ones(settings)
     if found.size() <= small:
         return documents.read(path, found, settings["field"]), None
     return token_files.cached(found, settings, cache_dir)
@@ -221,11 +220,6 @@ def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
             "no rows, give 'folder' or leave raw out"
         )
     return found._replace(join_by=join_by, root=path)
-
-
-def set_ones(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not None, of which the key of a prepared text is."""
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def encoded_split(

@@ -9,7 +9,7 @@ import contextlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +21,7 @@ from reformax.data import files
 
 T = TypeVar("T")
 _TIMEOUT = 20  # seconds
+_BLOCK = 10_000  # examples read together
 
 
 def library(name: str, instead: str) -> ModuleType:
@@ -93,10 +94,15 @@ def builder_of(name: str, data_dir: str | os.PathLike | None = None) -> tfds.cor
       data_dir: the folder that has it; None: TFDS_DATA_DIR or ~/tensorflow_datasets.
 
     Raises:
+      ValueError: it is unknown.
       FileNotFoundError: it is not in data_dir.
     """
     import tensorflow_datasets as tfds
 
+    # Of a config that it does not know it would import what the folder names.
+    dataset, _, config = name.partition("/")
+    if config and config not in tfds.builder_cls(dataset).builder_configs:
+        raise ValueError(f"{dataset} has no {config}")
     folder = None if data_dir is None else str(Path(data_dir).expanduser())
     there = tfds.builder(name, data_dir=folder)
     if there.is_prepared():
@@ -110,29 +116,44 @@ def builder_of(name: str, data_dir: str | os.PathLike | None = None) -> tfds.cor
 
 
 def columns(
-    name: str, split: str, wanted: tuple[str, ...], url: str, instead: str
+    name: str,
+    split: str,
+    wanted: Sequence[str],
+    url: str,
+    instead: str,
+    data_dir: str | os.PathLike | None = None,
 ) -> list[list[Any]]:
     """Features of all examples of a split, each a list in the dataset's order.
 
     Args:
-      name: the dataset's, as `builder_of` takes it.
+      name, data_dir: as in `builder_of`.
       split: the dataset's own name of the split, or a part of it such as 'train[:90%]'.
       wanted: the features.
-      url: as in `load`.
-      instead: as in `load`.
+      url, instead: as in `load`.
 
     Raises:
       ModuleNotFoundError: tensorflow-datasets is not installed.
       OSError: the dataset could not be downloaded, prepared or read.
     """
-    tfds = library(name, instead)
 
     def read(builder) -> list[list[Any]]:
-        if builder.info.file_format.value == "array_record":
-            examples = builder.as_data_source(split)
-        else:
-            examples = tfds.as_numpy(builder.as_dataset(split))
-        rows = [[example[feature] for feature in wanted] for example in examples]
-        return [list(column) for column in zip(*rows, strict=True)]
+        found: list[list[Any]] = [[] for _ in wanted]
+        for block in _blocks(builder, split):
+            for column, feature in zip(found, wanted, strict=True):
+                column += block[feature]
+        return found
 
-    return load(name, lambda: builder_of(name), read, url, instead)
+    return load(name, lambda: builder_of(name, data_dir), read, url, instead)
+
+
+def _blocks(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[dict[str, Sequence]]:
+    """Examples, many at a time: the values of each feature."""
+    import tensorflow_datasets as tfds
+
+    if builder.info.file_format.value != "array_record":
+        yield from tfds.as_numpy(builder.as_dataset(split, batch_size=_BLOCK))
+        return
+    source = builder.as_data_source(split)
+    for first in range(0, len(source), _BLOCK):
+        examples = source.__getitems__(range(first, min(first + _BLOCK, len(source))))
+        yield {name: [example[name] for example in examples] for name in builder.info.features}

@@ -7,52 +7,36 @@
    has room for. One that was made is not made again.
 3. The ids of pieces lie in `pieces/<text and vocabulary>`, made of the text in the same way. Blocks
    are those of `pieces.PieceVocabulary`, so ids do not depend on how the text is divided.
-4. A folder is whole or absent: `<folder>.partial` gets its name when all in it is on the disk.
-5. What a folder was made of is in its key: sizes, times and samples of the sources, and settings. A
-   cache folder's name is the key. What has changed has another key, and is prepared anew.
-6. Held-out text is cut when a text is read, so that its size is no reason to prepare it again.
-7. Parts know their CRC-32, which combine: fingerprints are those of a text in memory, at once.
+4. A text's key has the sizes, times and samples of its sources, and the settings. It is the name
+   of a cache folder. What has changed has another key, and is prepared anew.
+5. Held-out text is cut when a text is read, so that its size is no reason to prepare it again.
+6. Parts know their CRC-32, which combine: fingerprints are those of a text in memory, at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import functools
 import hashlib
 import json
 import os
-import re
 import shutil
-import sys
-import typing
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.data import arrow_tables, cache, documents, files, joined, tables, token_ids, workers
+from reformax.data import arrow_tables, cache, documents, files, joined, shard_folders, tables
 from reformax.data.stored import FilePart, StoredArray
-from reformax.data.vocabulary import FILE
 from reformax.declared import SettingError, user_path
-from reformax.progress import Progress
 
-MANIFEST, _PARTIAL, _OLD, _FORMAT = "reformax_text.json", ".partial", ".old", 1
-# What a folder that is replaced may hold: shards, ids, a vocabulary, files for other programs.
-_OURS = re.compile(
-    r"text-\w+|pieces|key|learnt-\w+\.model|\d{5,}\.(bytes|begins|joined|ids|json)|"
-    + "|".join(map(re.escape, (MANIFEST, FILE, *typing.get_args(token_ids.Format))))
-)
-_SHARD = re.compile(r"(text-\w+/)?\d{5,}")
 SHARD = 2**27  # bytes of a source of which one shard is made, at most
 # Small texts have as many shards as large machines have cores, none of less than this.
 _SHARDS, _LEAST_SHARD = 64, 2**22
 _MEMORY = 2**28  # what a process takes that makes a shard, such as one that unpacks an .xz
 _SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
 
 
@@ -70,86 +54,34 @@ class TextShard(NamedTuple):
         return sum(_size(span) for span in self.spans)
 
 
-def is_prepared(path: Path) -> bool:
-    """Whether a folder has token files."""
-    return path.is_dir() and (path / MANIFEST).is_file()
-
-
 def load(folder: Path) -> documents.Source:
     """The text that `prepare` wrote.
 
     Raises:
       ValueError: the manifest is damaged, or of a later version, or a shard is not as it says.
     """
-    found = _text_manifest(folder)
-    texts = {
-        split: documents.Text(*_arrays(folder, shards)) for split, shards in found["splits"].items()
-    }
-    notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
-    return documents.Source(texts, found["files"], notes)
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings that a folder was prepared with."""
-    return _text_manifest(folder)["settings"]
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    """The contents of a folder's manifest.
-
-    Raises:
-      ValueError: it is damaged, or of another version.
-    """
-    path = folder / MANIFEST
+    found = shard_folders.manifest(folder)
     try:
-        found = json.loads(durable.read(path, 2**28))
-        if found["format"] != _FORMAT:
-            raise SettingError(f"{path} is of format {found['format']}: prepare the text anew")
-    except (KeyError, TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
-    return found
-
-
-def shard_path(folder: Path, name: str) -> str:
-    """The path of a shard's files, without their ending.
-
-    Raises:
-      ValueError: a manifest names another file.
-    """
-    if not isinstance(name, str) or not _SHARD.fullmatch(name):
-        raise ValueError(f"{folder / MANIFEST} names {name!r}, which is no shard of the folder")
-    return str(folder / name)
-
-
-def _text_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a text, with the sizes of its files compared."""
-    found, path = manifest(folder), folder / MANIFEST
-    try:
-        shards = [shard for shards in found["splits"].values() for shard in shards]
-        joins = any("joined" in shard for shard in shards)
-        sizes = [
-            (x["file"], int(x["n"]), int(x["begins"]), int(x["joined"]) if joins else 0)
-            for x in shards
-        ]
-        settings, counts, notes = (found[name] for name in ("settings", "files", "said"))
-        texts = [*settings, *counts, *notes]
-        if not all(isinstance(x, str) for x in texts) or min(x for s in sizes for x in s[1:]) < 0:
-            raise TypeError
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise ValueError(f"{path} is damaged: delete {folder} and prepare the text anew") from None
-    for name, n, begins, of_joined in sizes:
-        expected_of = {"bytes": n, "begins": 8 * begins, "joined": 8 * of_joined}
-        for ending, expected in expected_of.items():
-            if ending == "joined" and not joins:
-                continue
-            file = Path(f"{shard_path(folder, name)}.{ending}")
+        texts = {s: documents.Text(*_arrays(folder, x)) for s, x in found["splits"].items()}
+        notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
+        source = documents.Source(texts, dict(found["files"]), notes)
+    except (KeyError, TypeError, AttributeError):
+        raise shard_folders.damaged(folder) from None
+    for array in (array for text in texts.values() for array in text if array is not None):
+        for part in array.parts:
+            file, expected = Path(part.path), part.n * array.dtype.itemsize
             size = file.stat().st_size if file.is_file() else None
             if size != expected:
                 has = "is missing" if size is None else f"has {size:,} bytes"
                 raise ValueError(
                     f"{file} {has}, expected {expected:,}: delete {folder} and prepare it anew"
                 )
-    return found
+    return source
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings that a folder was prepared with."""
+    return dict(shard_folders.manifest(folder)["settings"])
 
 
 def _arrays(
@@ -157,7 +89,7 @@ def _arrays(
 ) -> tuple[StoredArray, StoredArray, StoredArray | None]:
     data, begins, of_joined, before = [], [], [], 0
     for shard in shards:
-        path = shard_path(folder, shard["file"])
+        path = shard_folders.shard_path(folder, shard["file"])
         data.append(FilePart(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
         begins.append(FilePart(f"{path}.begins", 0, shard["begins"], before))
         if "joined" in shard:
@@ -182,10 +114,9 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
 def words_of(folder: Path) -> str:
     """The source of a text in the cache, in words."""
     try:
-        found = _text_manifest(folder)
-    except (ValueError, OSError):
+        return "of " + "; ".join(shard_folders.manifest(folder)["of"])
+    except (ValueError, OSError, KeyError):
         return "not whole"
-    return "of " + "; ".join(dict.fromkeys(found.get("of", ()) or found["files"].values()))
 
 
 def cached(
@@ -205,21 +136,17 @@ def _advice(fix: str, folder: Path) -> Iterator[None]:
     """Errors of a folder that has no room or may not be written say what to set."""
     try:
         yield
-    except _NoRoom as error:
-        raise SettingError(f"{folder.parent}: {error}; {fix}") from None
     except OSError as error:
         if error.errno not in _UNWRITABLE or str(folder.parent) not in str(error):
             raise
         raise SettingError(f"{error}; or {fix}") from None
 
 
-class _NoRoom(SettingError):
-    pass
-
-
 def key_of(found: documents.Found, settings: Mapping[str, Any]) -> str:
     """The key of a text: its sources by path, size, time and samples, and the settings."""
-    total = hashlib.sha256(json.dumps([_FORMAT, found.kind, sorted(settings.items())]).encode())
+    total = hashlib.sha256(
+        json.dumps([shard_folders.FORMAT, found.kind, sorted(settings.items())]).encode()
+    )
     everything = [(split, path) for split, paths in found.paths.items() for path in paths]
     every = max(1, -(-len(everything) // _SAMPLED))
     for number, (split, path) in enumerate(everything):
@@ -255,11 +182,11 @@ def prepare(
       Whether anything was made.
 
     Raises:
-      ValueError: a source is damaged or no text; there is no room; or the folder holds other files.
-      OSError: a source cannot be read, or the folder not be written.
+      ValueError: a source is damaged or no text, or the folder holds other files.
+      OSError: a source cannot be read, or the folder not be written, or there is no room.
     """
     key = key or key_of(found, settings)
-    if _is_of(folder, key):  # sources of any number are not looked at again
+    if shard_folders.is_of(folder, key):  # sources of any number are not looked at again
         return False
     there = folder.resolve()
     for path in (path for paths in found.paths.values() for path in paths):
@@ -274,7 +201,7 @@ def prepare(
         own = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
         for other in set(partial.glob("text-*")) - {own}:
             durable.remove(other)
-        made = all_made(make_shard, shards, own, _MEMORY, processes, quiet)
+        made = shard_folders.all_made(make_shard, shards, own, _MEMORY, processes, quiet)
         if key_of(found, settings) != key:
             raise SettingError("a source changed while it was read: start again")
         splits = {split: [] for split in found.paths}
@@ -288,78 +215,16 @@ def prepare(
         source = {"files": dict(found.files), "said": list(found.notes), "of": [str(found.root)]}
         return {"settings": dict(settings), **source, "splits": splits}
 
-    return made_whole(folder, key, make)
-
-
-def made_whole(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> bool:
-    """Makes a folder with a manifest, unless the one of this key is there.
-
-    Args:
-      folder: is whole or absent. One of another key is replaced.
-      key: of all that it is made of.
-      make: writes to a folder, which has what a process made of this key that was stopped; returns
-        the manifest.
-
-    Returns:
-      Whether it was made.
-    """
-    if _is_of(folder, key):  # it may be another user's, or on a disk that is only read
-        return False
-    with durable.explaining("written", folder.parent):
-        durable.make_folder(folder.parent)
-    with _locked(folder):
-        if _is_of(folder, key):
-            return False
-        _check_ours(folder)
-        partial, old = (folder.with_name(folder.name + end) for end in (_PARTIAL, _OLD))
-        if not _is_of(partial, key):
-            if not (partial / "key").is_file() or (partial / "key").read_text() != key:
-                durable.remove(partial)
-                durable.make_folder(partial)
-                durable.write(partial / "key", key.encode())
-            facts = {"format": _FORMAT, "key": key} | make(partial)
-            durable.write(partial / MANIFEST, json.dumps(facts, indent=1).encode())
-        if folder.exists():
-            durable.remove(old)
-            durable.rename(folder, old)
-        durable.rename(partial, folder)
-        durable.remove(old)
-    return True
-
-
-def _is_of(folder: Path, key: str) -> bool:
-    """Whether a folder has the files of a key, all of them."""
-    return is_prepared(folder) and manifest(folder).get("key") == key
-
-
-def _check_ours(folder: Path) -> None:
-    """Raises `SettingError` for a folder with files that `prepare` did not write."""
-    if not folder.exists():
-        return
-    prepared = is_prepared(folder)
-    for name in sorted(entry.name for entry in folder.iterdir()):
-        if not (prepared and _OURS.fullmatch(name)):
-            raise SettingError(f"{folder} holds other files, such as {name}: give a new folder")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the others wait, and find what it made."""
-    path = folder.with_name(f".{folder.name}.lock")
-    with durable.explaining("written", path), open(path, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:  # of some network disks
-                raise
-        yield
+    return shard_folders.made_whole(folder, key, make)
 
 
 def _check_room(size: int, folder: Path) -> None:
-    """Raises `_NoRoom` for more text than the disk has room for, besides what is made already."""
+    """Raises OSError for more text than the disk has room for, besides what is made already."""
     there = sum(path.stat().st_size for path in folder.glob("text-*/*.bytes"))
     if size > (room := shutil.disk_usage(folder).free) + there:
-        raise _NoRoom(f"there are {size:,} bytes of text, and its disk has room for {room:,}")
+        error = OSError(f"{folder} needs {size:,} bytes and its disk has room for {room:,}")
+        error.errno = errno.ENOSPC
+        raise error
 
 
 def shards_of(found: documents.Found, field: str) -> Iterator[TextShard]:
@@ -436,41 +301,3 @@ def make_shard(shard: TextShard, folder: Path) -> dict[str, Any]:
     if keys is not None:
         durable.write(Path(f"{path}.keys"), b"".join(of_documents))
     return {"file": name, "n": n, "begins": n_begins, "crc": crc}
-
-
-def all_made(
-    make: Callable[[Any, Path], dict[str, Any]],
-    tasks: Sequence[Any],
-    folder: Path,
-    memory_each: int,
-    processes: int | None = None,
-    quiet: bool = False,
-) -> list[dict[str, Any]]:
-    """Makes the shards that are missing; returns the manifest's entry of each, in order.
-
-    Args:
-      make: writes a shard's files, flushed to the disk; returns what the manifest says of it.
-      tasks: what shards are made of, each with its `number` and `size()`.
-      folder: gets the files, and `NUMBER.json` after those of a shard.
-      memory_each: the bytes of memory that a process takes.
-      processes, quiet: as in `prepare`.
-    """
-    durable.make_folder(folder)
-    found: dict[int, dict[str, Any]] = {}
-    total = max(1, sum(task.size() for task in tasks))
-    with Progress("prepare", total, sys.stderr, shown=not quiet) as bar:
-        for task in tasks:
-            path = folder / f"{task.number:05}.json"
-            if path.is_file():
-                found[task.number] = json.loads(path.read_bytes())
-                bar.advance(task.size())
-        missing = [task for task in tasks if task.number not in found]
-        chosen = workers.workers_for(len(missing), memory_each, processes)
-        if missing and not quiet:
-            bar.say(f"prepare: {chosen.words}", sys.stderr)
-        function = functools.partial(make, folder=folder)
-        for task, facts in workers.in_processes(function, missing, chosen.n):
-            durable.write(folder / f"{task.number:05}.json", json.dumps(facts).encode())
-            found[task.number] = facts
-            bar.advance(task.size())
-    return [found[task.number] for task in tasks]

@@ -18,7 +18,14 @@ from jaxtyping import Int64
 
 from reformax import durable
 from reformax.data import files, splits
-from reformax.data.base import SPLITS, Windows, WindowSettings, check_documents, language_model
+from reformax.data.base import (
+    SPLITS,
+    Windows,
+    WindowSettings,
+    check_documents,
+    language_model,
+    split_borders,
+)
 from reformax.data.checks import of_split
 from reformax.data.lengths import checked_lengths
 from reformax.data.pieces import PieceVocabulary
@@ -94,15 +101,14 @@ def token_ids(
         raise SettingError(f"{path} has no token file to train on: put a train.bin there")
     found = {s: _joined(them, dtype or "uint16", vocab_size) for s, them in of_splits.items()}
     ids, begins = _cut(found, max_held_out, path)
-    several = len(begins["train"]) > 1
     lengths = checked_lengths(length_borders, length_weights, windows)
     divided = WindowSettings(windows, document_mask, lengths)
-    check_documents(begins if several else None, divided)
+    check_documents(begins, divided)
     task = language_model(
         "token ids",
         vocab_size,
         functools.partial(of_split, "token ids", ids),
-        borders_of=functools.partial(of_split, "token ids", begins) if several else None,
+        borders_of=begins and functools.partial(of_split, "token ids", begins),
         windows=divided,
     )
     pieces = None if vocabulary is None else PieceVocabulary(vocab_size, None, vocabulary)
@@ -128,9 +134,8 @@ def _summary(path: Path, of_splits, ids, begins) -> str:
         names = of_splits.get(split)
         where = splits.shown(path, names) if names and path.is_dir() else path.name
         where = where if names else "cut from the end of train"
-        counts.append(
-            f"{split} {len(ids[split]):,} ids ({len(begins[split]):,} documents, {where})"
-        )
+        n_documents = f"{len(begins[split]):,} documents, " if begins else ""
+        counts.append(f"{split} {len(ids[split]):,} ids ({n_documents}{where})")
     return f"{path}: {'; '.join(counts)}"
 
 
@@ -150,10 +155,9 @@ def _joined(paths: Sequence[Path], dtype: str, below: int) -> tuple[StoredArray,
 
 def _cut(
     found: Mapping[str, tuple[StoredArray, np.ndarray]], max_held_out: int, path: Path
-) -> tuple[dict[str, StoredArray], dict[str, np.ndarray]]:
+) -> tuple[dict[str, StoredArray], dict[str, np.ndarray] | None]:
     """The ids and the documents' begins of all splits, cut from train where they are not there."""
     ids = {split: x for split, (x, _) in found.items()}
-    begins = {split: x for split, (_, x) in found.items()}
     n = min(len(ids["train"]) * 5 // 100, max_held_out)
     if not n:
         raise SettingError(f"{path}: {len(ids['train'])} ids are too few: give 20 or more")
@@ -161,10 +165,7 @@ def _cut(
         if split not in ids:
             last = len(ids["train"]) - n
             ids[split], ids["train"] = ids["train"][last:], ids["train"][:last]
-            border = begins["train"].searchsorted(last)
-            begins[split] = begins["train"][border:] - last
-            begins["train"] = begins["train"][:border]
-    return ids, begins
+    return ids, split_borders({split: x for split, (_, x) in found.items()}, ids)
 
 
 def read(path: Path, dtype: str = "uint16") -> Ids:

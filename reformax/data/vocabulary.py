@@ -131,14 +131,8 @@ class SentencePieces:
                 check_settings(path, kept.serialised, self._settings)
                 check_size(path, kept.size, self.size, self._settings["model_type"])
             self._bytes, self._pieces = kept._bytes, kept._pieces
-        elif path.exists():
-            if path.read_bytes() != self.serialised:
-                raise ValueError(
-                    f"{path} is not the vocabulary of this training text and these settings, and "
-                    "the run has no checkpoint yet: delete it, or give another output_dir"
-                )
         else:
-            durable.write(path, self.serialised)
+            write_kept(path, self.serialised)
         return self.fingerprint
 
     def _model(self) -> SentencePieceModel:
@@ -189,16 +183,32 @@ def load(folder: str | os.PathLike) -> SentencePieces:
       ValueError: the file is missing or damaged.
     """
     path = Path(folder) / FILE
+    data = read_kept(path)
+    pieces = _read(data, str(path))
+    vocabulary = SentencePieces(pieces.size, list)
+    vocabulary._bytes, vocabulary._pieces = data, pieces
+    return vocabulary
+
+
+def read_kept(path: Path) -> bytes:
+    """The vocabulary that a run keeps; raises ValueError if it is missing."""
     if not path.is_file():
         raise ValueError(
             f"{path} is missing: the model's ids mean nothing without it, copy it back from where "
             "the run was trained"
         )
-    data = path.read_bytes()
-    pieces = _read(data, str(path))
-    vocabulary = SentencePieces(pieces.size, list)
-    vocabulary._bytes, vocabulary._pieces = data, pieces
-    return vocabulary
+    return path.read_bytes()
+
+
+def write_kept(path: Path, made: bytes) -> None:
+    """Writes the vocabulary of a run that begins; raises ValueError if another one is there."""
+    if not path.exists():
+        durable.write(path, made)
+    elif path.read_bytes() != made:
+        raise ValueError(
+            f"{path} is not the vocabulary of this text and these settings, and the run has no "
+            "checkpoint yet: delete it, or give another output_dir"
+        )
 
 
 def fingerprint(serialised: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
@@ -10,6 +11,40 @@ from jaxtyping import Int, Int32, Int64, UInt
 from reformax.data.draws import generator, in_epochs
 from reformax.data.lengths import Lengths, Range
 from reformax.data.stored import windows_of
+
+# Where training windows of a text begin; see `document_starts` and `each_once`.
+Windows = Literal["anywhere", "documents", "each_once"]
+
+
+def window_starts(
+    where: Windows,
+    borders: Int64[np.ndarray, " d"] | None,
+    n: int,
+    seed: int,
+    step: int,
+    batch_size: int,
+    length: int,
+    rows: np.ndarray | slice,
+) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+    """Where training windows of a text begin, and from which of their tokens on they are targets.
+
+    Args:
+      where: which of the three ways.
+      borders: the tokens, by position, that documents begin with, sorted; of 'documents' alone.
+      n: tokens of the text, at least `length`.
+      seed, step: of the draws.
+      batch_size, length: rows of the batch, and tokens of one.
+      rows: the rows that are drawn, by number.
+    """
+    rng = generator(seed, step)
+    if where == "each_once":
+        return each_once(n, length, seed, step * batch_size + np.arange(batch_size)[rows])
+    if where == "anywhere":
+        starts = rng.integers(n - length + 1, size=batch_size)[rows]
+    else:
+        positions, back = (rng.integers(end, size=batch_size)[rows] for end in (n, length))
+        starts = document_starts(borders, n, length, positions, back)
+    return starts, np.zeros_like(starts)
 
 
 def each_once(

@@ -18,7 +18,6 @@ from reformax.task import Task
 
 URL = "https://www.statmt.org/{year}/"
 _TFDS_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))
-_BLOCK = 10_000  # examples read together
 # Datasets whose code comes with tensorflow-datasets. It downloads and runs that of some others.
 _NAME = re.compile(r"wmt(\d\d|_t2t)_translate/[a-z]{2}-[a-z]{2}")
 
@@ -90,37 +89,9 @@ def load(
       ModuleNotFoundError: tensorflow-datasets is not installed.
       OSError: the dataset could not be downloaded, prepared or read.
     """
-    tfds = tfds_builders.library(dataset, "choose text_pairs.text_pairs for sentences in files")
-
-    def builder():
-        # Of a pair that it does not know it would import what the folder names.
-        name, _, pair = dataset.partition("/")
-        if pair not in tfds.builder_cls(name).builder_configs:
-            raise ValueError(f"{name} has no {pair}")
-        return tfds_builders.builder_of(dataset, data_dir)
-
-    def read(builder):
-        sides: tuple[list[str], list[str]] = ([], [])
-        for block in _blocks(tfds, builder, _TFDS_SPLITS[split]):
-            for side, language in zip(sides, languages, strict=True):
-                side += [sentence.decode() for sentence in block[language]]
-        return sides
-
-    return tfds_builders.load(
-        dataset,
-        builder,
-        read,
-        URL.format(year=dataset.partition("_")[0]),
-        f"run `tfds build {dataset}` where there is a network and pass --data_dir=its folder",
-    )
-
-
-def _blocks(tfds, builder, split: str):
-    """Yields examples in blocks, as dicts of lists of bytes."""
-    if builder.info.file_format.value != "array_record":
-        yield from tfds.as_numpy(builder.as_dataset(split, batch_size=_BLOCK))
-        return
-    source = builder.as_data_source(split)
-    for first in range(0, len(source), _BLOCK):
-        examples = source.__getitems__(range(first, min(first + _BLOCK, len(source))))
-        yield {name: [example[name] for example in examples] for name in builder.info.features}
+    tfds_builders.library(dataset, "choose text_pairs.text_pairs for sentences in files")
+    url = URL.format(year=dataset.partition("_")[0])
+    instead = f"run `tfds build {dataset}` where there is a network and pass --data_dir=its folder"
+    found = tfds_builders.columns(dataset, _TFDS_SPLITS[split], languages, url, instead, data_dir)
+    sources, targets = ([sentence.decode() for sentence in column] for column in found)
+    return sources, targets

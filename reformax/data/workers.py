@@ -12,8 +12,8 @@ import pickle
 import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,33 +52,26 @@ def in_processes(
         yield from ((task, function(task)) for task in tasks)
         return
     workers = [_Worker(function, max(1, _cores() // n)) for _ in range(n)]
-    waiting, results = queue.SimpleQueue(), queue.SimpleQueue()
-    for task in tasks:
-        waiting.put(task)
+    idle = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
 
-    def serve(worker: _Worker) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                task = waiting.get_nowait()
-                results.put((task, worker.call(task)))
+    def call(task: Any) -> Any:
+        worker = idle.get()
+        try:
+            return worker.call(task)
+        finally:
+            idle.put(worker)
 
-    threads = [threading.Thread(target=serve, args=[worker], daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
+    threads = ThreadPoolExecutor(n)
     try:
-        for _ in tasks:
-            task, (result, error) = results.get()
-            if error is not None:
-                raise error
-            yield task, result
+        task_of = {threads.submit(call, task): task for task in tasks}
+        for done in as_completed(task_of):
+            yield task_of[done], done.result()
     finally:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.get_nowait()
+        threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.end()
-        for thread in threads:
-            thread.join()
 
 
 def _cores() -> int:
@@ -108,18 +101,20 @@ class _Worker:
         )
         self._send(function)
 
-    def call(self, task: Any) -> tuple[Any, Exception | None]:
-        """The result, or the error of a call."""
+    def call(self, task: Any) -> Any:
+        """The result of a call; raises its error."""
         try:
             self._send(task)
             result, error, number = pickle.load(self._process.stdout)
-            if number is not None:
-                error.errno = number  # which an error of one argument leaves behind
-            return result, error
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
             why = "it was killed; there may be too little memory" if code < 0 else f"exit {code}"
-            return None, OSError(f"a process that prepares text ended ({why}): start again")
+            raise OSError(f"a process that prepares text ended ({why}): start again") from None
+        if number is not None:
+            error.errno = number  # which an error of one argument leaves behind
+        if error is not None:
+            raise error
+        return result
 
     def _send(self, what: Any) -> None:
         pickle.dump(what, self._process.stdin)
@@ -144,12 +139,8 @@ def serve() -> None:
 
 
 def _answer(function: Callable[[Any], Any], task: Any) -> bytes:
-    """The result, the error and its number; of an error that cannot be pickled, its text."""
+    """The result, the error and the number of a system's error."""
     try:
         return pickle.dumps((function(task), None, None))
     except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        try:
-            return pickle.dumps((None, error, number))
-        except Exception:
-            return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), None))
+        return pickle.dumps((None, error, error.errno if isinstance(error, OSError) else None))

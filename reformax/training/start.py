@@ -309,9 +309,8 @@ def _batch(
 ) -> tuple:
     """The batch of the step after `step`, which is in this stage, or some rows of it."""
     request = settings.seed, settings.batch_number(step), stage.batch_size, stage.length
-    if rows is not None and stage.task.train_rows is not None:
-        return tuple(stage.task.train_rows(*request, rows))
-    return placing.take(tuple(stage.task.train_batch(*request)), rows)
+    task = stage.task
+    return tuple(task.train_batch(*request) if rows is None else task.rows_of_batch(*request, rows))
 
 
 def _batches(settings: TrainSettings, mesh: Mesh, begin: int) -> Iterator[Any]:

@@ -1,9 +1,12 @@
 """Helpers of the tests of data."""
 
 import contextlib
+import os
 
 import numpy as np
 import pytest
+
+from reformax.data import piece_files, text, token_files
 
 
 @pytest.fixture
@@ -31,3 +34,21 @@ def content():
         return np.concatenate(found).astype(np.uint8).tobytes()
 
     return read
+
+
+@pytest.fixture
+def in_files(monkeypatch, tmp_path):
+    """A context in which this process puts every text in files, of many shards."""
+
+    @contextlib.contextmanager
+    def context(shard=9000):
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "SMALL", 0)
+            patch.setattr(text, "SMALL_PIECES", 0)
+            patch.setattr(token_files, "SHARD", shard)
+            patch.setattr(piece_files, "_SPAN", 2**15)
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            patch.setattr(os, "sched_getaffinity", lambda _: {0})
+            yield tmp_path / "cache" / "reformax" / "texts"
+
+    return context

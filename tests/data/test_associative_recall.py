@@ -72,21 +72,6 @@ def test_distinct_numbers_are_every_ordered_choice_alike():
     assert (np.sort(whole, axis=1) == np.arange(6)).all()
 
 
-def test_evaluation_is_a_fixed_set_that_training_never_draws():
-    task = associative_recall(32, (2, 4), 64, n_eval=7)
-    rows = {}
-    for split in ("valid", "test"):
-        whole, *none = task.eval_batches(split, 7, 32, 32)
-        parts = list(task.eval_batches(split, 2, 32, 32))
-        assert not none and len(parts) == 4
-        joined = np.concatenate([batch.inputs for batch in parts])
-        np.testing.assert_array_equal(joined[:7], whole.inputs)
-        assert sum(batch.weights.sum() for batch in parts) == task.n_targets(split)
-        rows[split] = whole.inputs
-    rows["train"] = task.train_batch(0, 0, 7, 32).inputs
-    assert len(np.unique(np.concatenate(list(rows.values())), axis=0)) == 21
-
-
 @pytest.mark.parametrize(
     "call, message",
     [

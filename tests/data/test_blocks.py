@@ -5,7 +5,6 @@ import io
 import os
 
 import numpy as np
-import pytest
 
 from reformax.data import blocks
 
@@ -47,15 +46,6 @@ def test_an_example_is_a_function_of_seed_split_and_number(tmp_path):
         assert (unlike.rows != want.rows).any()
 
 
-@pytest.mark.parametrize("damage", [lambda x: b"", lambda x: x[:-50], lambda x: x[50:]])
-def test_a_damaged_file_is_refused(damage, tmp_path):
-    kept(str(tmp_path))("train", NUMBERS[1:])
-    path = tmp_path / "some_0_train_0.npz"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="is damaged: delete it, and it is drawn again"):
-        kept(str(tmp_path))("train", NUMBERS[1:])
-
-
 def test_whatever_byte_is_damaged_the_line_says_what_to_do(tmp_path):
     want = kept(str(tmp_path))("train", NUMBERS[1:])
     path = tmp_path / "some_0_train_0.npz"
@@ -64,8 +54,17 @@ def test_whatever_byte_is_damaged_the_line_says_what_to_do(tmp_path):
     np.savez(scalar, rows=1, classes=2)
     array = io.BytesIO()
     np.save(array, np.zeros(3))
-    flipped = [whole[:i] + bytes([whole[i] ^ 0xFF]) + whole[i + 1 :] for i in range(len(whole))]
-    for data in (*flipped, scalar.getvalue(), array.getvalue(), bytes(len(whole))):
+    flipped = [
+        whole[:i] + bytes([whole[i] ^ 0xFF]) + whole[i + 1 :] for i in range(0, len(whole), 5)
+    ]
+    for data in (
+        *flipped,
+        whole[:-50],
+        whole[50:],
+        scalar.getvalue(),
+        array.getvalue(),
+        bytes(len(whole)),
+    ):
         path.write_bytes(data)
         try:
             got = kept(str(tmp_path))("train", NUMBERS[1:])

@@ -1,8 +1,6 @@
 """What stays of a text: a vocabulary that is learnt once, and the cache, which is pruned."""
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,16 +14,13 @@ from reformax.data.text import text
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
+def source(tmp_path, monkeypatch, in_files):
     """A text that is prepared, by this process."""
-    monkeypatch.setattr(texts, "SMALL", 0)
-    monkeypatch.setattr(texts, "SMALL_PIECES", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_held", {})
     path = tmp_path / "mine.txt"
     path.write_text("a line of some words, and another\nthe next one\n" * 300)
-    return path
+    with in_files(shard=2**20):
+        yield path
 
 
 def release():
@@ -92,8 +87,7 @@ def test_a_folder_that_is_only_read_learns_each_time(source, learnt, tmp_path, m
 
 
 def folder_of(source):
-    settings = texts.set_ones(texts.DEFAULTS)
-    key = token_files.key_of(texts.find(source, texts.DEFAULTS), settings)
+    key = token_files.key_of(texts.find(source, texts.DEFAULTS), texts.DEFAULTS)
     return token_files.cache_folder(None) / key[:32]
 
 
@@ -200,42 +194,6 @@ def test_a_reader_who_may_not_write_the_lock_holds_it(source, monkeypatch):
         assert [x.in_use for x in cache.entries(folder.parent)] == [True]
     deleted, kept = cache.prune(folder.parent, 0)
     assert not deleted and [x.folder for x in kept] == [folder] and folder.is_dir()
-
-
-@pytest.mark.parametrize("when", ["before it is looked at", "while it is measured", "all of it"])
-def test_what_another_process_deletes_meanwhile_is_passed_over(when, source, monkeypatch):
-    text(source)
-    release()
-    folder = folder_of(source)
-    cache._lock(folder).unlink()  # of a version that held none
-    alone, lstat, stat = cache._alone, os.lstat, cache.Path.stat
-
-    def deleting(path):
-        shutil.rmtree(folder.parent if when == "all of it" else folder)
-        return alone(path)
-
-    def gone(path):
-        with contextlib.suppress(OSError):
-            os.unlink(path) if str(path).endswith(".bytes") else None
-        return lstat(path)
-
-    def going(path, **how):
-        found = stat(path, **how)
-        os.unlink(path) if str(path).endswith(".bytes") else None
-        return found
-
-    measured = when == "while it is measured"
-    with monkeypatch.context() as patch:
-        if measured:
-            patch.setattr(cache.os, "lstat", gone)
-            patch.setattr(cache.Path, "stat", going)
-        else:
-            patch.setattr(cache, "_alone", deleting)
-        found = cache.entries(folder.parent)
-    assert [x.folder for x in found] == [folder] * measured
-    monkeypatch.setattr(cache, "entries", lambda _: [cache.Entry(folder, 0, 0.0, False)])
-    if not measured:
-        assert cache.prune(folder.parent, 0) == ([], [])
 
 
 ROWS = [

@@ -1,10 +1,8 @@
 """Tables of documents, folders of `datasets`, and what is no text."""
 
-import csv
 import gzip
 import io
 import json
-import lzma
 import random
 import tarfile
 import zipfile
@@ -16,6 +14,7 @@ import pytest
 
 from reformax.data import documents, files, tables
 from reformax.data.text import text
+from tests.data.tables import write, write_texts
 
 TEXTS = [f"Document {i}:\nsome words of it, ünïcode.\n" for i in range(40)]
 JOINED = b"".join(text.encode() + b"\0" for text in TEXTS)
@@ -29,13 +28,6 @@ def write_arrow(path, of=None, options=None, writer=pa.ipc.new_stream, rows=7):
     of = table() if of is None else of
     with writer(str(path), of.schema, options=options) as sink:
         sink.write_table(of, max_chunksize=rows)
-
-
-def write_jsonl(path, rows=None):
-    rows = [{"id": i, "text": t} for i, t in enumerate(TEXTS)] if rows is None else rows
-    data = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
-    path.write_bytes(pack(data))
 
 
 def write_dataset(folder, texts=TEXTS, name="text"):
@@ -55,17 +47,11 @@ def write_kind(path, texts):
     pq.write_table(of, path) if path.suffix == ".parquet" else write_arrow(path, of)
 
 
-def write_csv(path, delimiter):
-    with open(path, "w", newline="") as file:
-        rows = csv.writer(file, delimiter=delimiter)
-        rows.writerows([["id", "text"], *enumerate(TEXTS)])
-
-
 KINDS = {
-    "a.jsonl": write_jsonl,
-    "a.ndjson": write_jsonl,
-    "a.jsonl.gz": write_jsonl,
-    "a.jsonl.xz": write_jsonl,
+    **{
+        f"a.{ending}": lambda path: write_texts(path, TEXTS)
+        for ending in ("jsonl", "ndjson", "jsonl.gz", "jsonl.xz", "jsonl.zst", "json", "csv", "tsv")
+    },
     "a.parquet": lambda path: pq.write_table(table(), path),
     "dictionaries.parquet": lambda path: pq.write_table(
         table(pa.array(TEXTS).dictionary_encode()), path, row_group_size=9
@@ -82,12 +68,14 @@ KINDS = {
         for kind in (pa.string_view(), pa.binary_view(), pa.binary(), pa.large_binary())
         for ending in ("parquet", "arrow")
     },
-    "a.json": lambda path: path.write_text(json.dumps([{"text": t} for t in TEXTS], indent=1)),
+    "indented.json": lambda path: path.write_text(
+        json.dumps([{"text": t} for t in TEXTS], indent=1)
+    ),
     "strings.json": lambda path: path.write_text(json.dumps(TEXTS)),
-    "lines.json": write_jsonl,
+    "lines.json": lambda path: path.write_text(
+        "".join(f"{json.dumps({'text': t})}\n" for t in TEXTS)
+    ),
     "packed.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(TEXTS).encode())),
-    "a.csv": lambda path: write_csv(path, ","),
-    "a.tsv": lambda path: write_csv(path, "\t"),
     "a.arrow": write_arrow,
     "file.arrow": lambda path: write_arrow(path, writer=pa.ipc.new_file),
     "dictionary.arrow": lambda path: write_arrow(path, table(pa.array(TEXTS).dictionary_encode())),
@@ -102,7 +90,7 @@ def test_rows_are_documents(name, tmp_path, content):
 
 
 def test_files_of_a_folder_of_several_kinds(tmp_path, content):
-    write_jsonl(tmp_path / "b.jsonl")
+    write_texts(tmp_path / "b.jsonl", TEXTS)
     pq.write_table(table(), tmp_path / "c.parquet")
     (tmp_path / "a.txt").write_text("plain")
     assert content(text(str(tmp_path))) == b"plain\n" + JOINED + JOINED
@@ -110,7 +98,7 @@ def test_files_of_a_folder_of_several_kinds(tmp_path, content):
 
 def test_another_field_and_rows_without_text(tmp_path, content, fails_in_one_line):
     rows = [{"text": 3, "body": "one"}, {"body": None}, {"body": ""}, {"body": "two " * 9}]
-    write_jsonl(tmp_path / "a.jsonl", rows)
+    write(tmp_path / "a.jsonl", rows)
     pq.write_table(table([row["body"] for row in rows], "body"), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         data = content(text(str(tmp_path / name), field="body"))
@@ -198,14 +186,6 @@ def test_text_in_any_encoding_near_to_ascii_is_text(encoding, tmp_path, content)
     assert content(text(str(tmp_path / "a.txt"))) == data
 
 
-def test_sentence_pairs_are_for_translation(tmp_path, fails_in_one_line):
-    for name in ("train.en", "train.de", "val.en", "val.de", "test_2016.en", "test_2016.de"):
-        (tmp_path / name).write_text("a line of it\n" * 9)
-    with fails_in_one_line(ValueError, "pairs .de, en.: .* --config_file=transformer_multi30k.gin"):
-        text(str(tmp_path))
-    assert text(str(tmp_path), pattern="*.en").n_targets("train")
-
-
 LONG = "a" * 2**20
 DAMAGE = {
     "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl line 2 is no JSON"),
@@ -255,16 +235,6 @@ DAMAGE = {
         "a.arrow",
         lambda path: write_arrow(path, pa.table({"text": views(LONG, 64)}), rows=64),
         "unpacks to more than .* bytes of text",
-    ),
-    "a prefix many times": (
-        "a.parquet",
-        lambda path: pq.write_table(
-            table([LONG] * 64),
-            path,
-            use_dictionary=False,
-            column_encoding={"text": "DELTA_BYTE_ARRAY"},
-        ),
-        "unpacks to more than 4,194,304 bytes of text",
     ),
     "lists": (
         "a.parquet",
@@ -336,7 +306,7 @@ def test_damaged_and_hostile_tables_are_one_line(row, tmp_path, monkeypatch, fai
 
 
 def test_a_long_line_is_refused(tmp_path, monkeypatch, fails_in_one_line):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     monkeypatch.setattr(tables, "MAX_LINE", 20)
     with fails_in_one_line(ValueError, "line 1 has more than 20 bytes: split it"):
         text(str(tmp_path / "a.jsonl"))
@@ -369,7 +339,7 @@ def test_flipped_bytes_of_tables_are_told_or_harmless(tmp_path):
 
 def test_a_row_is_one_document_whatever_it_holds(tmp_path):
     path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"text": "one\0two"}, {"text": "three"}])
+    write_texts(path, ["one\0two", "three"])
     source = documents.find(path, "*", "text", False, "by_name", "text.text.splits")
     found = documents.read(path, source, "text").texts["train"]
     assert bytes(found.data) == "one\ufffdtwo\0three\0".encode()

@@ -11,13 +11,13 @@ import tracemalloc
 import zipfile
 import zlib
 
-import pyarrow as pa
 import pytest
 
 from reformax.data import files
 from reformax.data.enwik8 import enwik8
 from reformax.data.text import text
 from reformax.data.text_pairs import text_pairs
+from tests.data.tables import zst
 
 LINES = b"".join(b"line %d\n" % i for i in range(100))
 MIB = 2**20
@@ -88,28 +88,17 @@ def sparse_in_a_folder(path):
             file.truncate(2**43)
 
 
-def zst(data):
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as file:
-        file.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-BOMB = bytes(64 * MIB)
+BOMB = bytes(32 * MIB)
 ROWS = {
     "fifo": ("a.txt", fifo, "is a FIFO: give an ordinary file"),
     "packed fifo": ("a.xz", fifo, "is a FIFO: give an ordinary file"),
-    "gz fifo": ("a.gz", fifo, "is a FIFO: give an ordinary file"),
-    "zip fifo": ("a.zip", fifo, "is a FIFO: give an ordinary file"),
     "fifo in a folder": ("a", fifo_in_a_folder, "pipe is a FIFO"),
     "socket": ("a.txt", bound_socket, "is a socket"),
     "zeros without end": ("a.txt", link_to("/dev/zero"), "is a device"),
-    "packed device": ("a.gz", link_to("/dev/zero"), "is a device"),
-    "random bytes": ("a.xz", link_to("/dev/urandom"), "is a device"),
     "nothing": ("a.txt", link_to("/dev/null"), "is a device"),
-    "files of a folder": ("a", sparse_in_a_folder, "bytes of text, and its disk has room for"),
+    "files of a folder": ("a", sparse_in_a_folder, "bytes and its disk has room for"),
     "link to itself": ("a.txt", link_to("a.txt"), "does not exist: set data_dir"),
-    "more than memory": ("a.txt", sparse, "bytes of text, and its disk has room for"),
+    "more than memory": ("a.txt", sparse, "bytes and its disk has room for"),
     "gz bomb": ("a.gz", holding(lambda: gzip.compress(BOMB)), "decompression bomb"),
     "xz bomb": ("a.xz", holding(lambda: lzma.compress(BOMB, preset=0)), "decompression bomb"),
     "zip bomb": ("a.zip", holding(lambda: zipped(BOMB)), "decompression bomb"),
@@ -118,20 +107,10 @@ ROWS = {
         holding(lambda: zipped(BOMB, zipfile.ZIP_BZIP2)),
         "is packed by another method than deflate",
     ),
-    "zip bomb of lzma": (
-        "a.zip",
-        holding(lambda: zipped(BOMB, zipfile.ZIP_LZMA)),
-        "is packed by another method than deflate",
-    ),
     "zip that states less": (
         "a.zip",
         holding(lambda: zipped(BOMB, file_size=10)),
         "is damaged .*copy or download it again",
-    ),
-    "gz bomb of members": (
-        "a.gz",
-        holding(lambda: gzip.compress(bytes(MIB)) * 64),
-        "decompression bomb",
     ),
     "xz bomb of streams": (
         "a.xz",
@@ -144,10 +123,8 @@ ROWS = {
         "asks for more than 268,435,456 bytes to be unpacked: unpack it",
     ),
     "20,000 empty xz streams": ("a.xz", holding(lambda: lzma.compress(b"") * 20_000), "is empty"),
-    "20,000 empty gz members": ("a.gz", holding(lambda: gzip.compress(b"") * 20_000), "is empty"),
     "gz in name alone": ("a.gz", holding(LINES), "is not packed by gzip, by its first"),
     "xz in name alone": ("a.xz", holding(LINES), "is not packed by xz, by its first"),
-    "zst fifo": ("a.zst", fifo, "is a FIFO: give an ordinary file"),
     "zst bomb": ("a.zst", holding(lambda: zst(BOMB)), "decompression bomb"),
     "zst bomb of frames": ("a.zst", holding(lambda: zst(bytes(MIB)) * 64), "decompression bomb"),
     "zst in name alone": ("a.zst", holding(LINES), "is not packed by zstd, by its first"),
@@ -162,19 +139,12 @@ ROWS = {
         ),
         "is packed in a way that is not read .zip file version",
     ),
-    "gz header alone": ("a.gz", holding(b"\x1f\x8b"), "is damaged"),
     "xz of another format": (
         "a.xz",
         holding(lzma.compress(LINES)[:-1] + b"\xff"),
         "is damaged",
     ),
-    "rubbish behind gz": ("a.gz", holding(gzip.compress(LINES) + b"rubbish"), "is damaged"),
     "rubbish behind xz": ("a.xz", holding(lzma.compress(LINES) + b"rubbish"), "is damaged"),
-    "zip of an unknown method": (
-        "a.zip",
-        holding(lambda: zipped(LINES, compress_type=99)),
-        "is packed by another method than deflate",
-    ),
     "zip of a file without a name": (
         "a.zip",
         holding(lambda: zipped(LINES, filename="") + b"more"),
@@ -210,13 +180,14 @@ def test_files_of_a_folder_count_together(tmp_path, monkeypatch, fails_in_one_li
 
 
 def test_what_is_within_the_limit_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_UNPACKED", MIB)
+    n = 2**16
+    monkeypatch.setattr(files, "MAX_UNPACKED", n)
     packed = {"gz": gzip.compress, "xz": lzma.compress, "zip": zipped}
     for ending, pack in packed.items():
         path = tmp_path / f"a.{ending}"
-        path.write_bytes(pack(bytes(MIB)))
-        assert files.read_file(path) == bytes(MIB)
-        noise = random.Random(0).randbytes(2 * MIB)  # its size allows more
+        path.write_bytes(pack(bytes(n)))
+        assert files.read_file(path) == bytes(n)
+        noise = random.Random(0).randbytes(2 * n)  # its size allows more
         path.write_bytes(pack(noise))
         assert files.read_file(path) == noise
     path = tmp_path / "a.xz"
@@ -306,7 +277,7 @@ def test_flipped_bytes_are_told_or_harmless(tmp_path):
     rng = random.Random(0)
     for ending, pack in {"gz": gzip.compress, "xz": lzma.compress, "zip": zipped}.items():
         whole, path = pack(LINES), tmp_path / f"a.{ending}"
-        for _ in range(300):
+        for _ in range(100):
             data = bytearray(whole)
             for _ in range(rng.randint(1, 3)):
                 data[rng.randrange(len(data))] = rng.randrange(256)

@@ -1,8 +1,5 @@
 """Texts with labels of any kind: folders of classes and tables, in splits of their own or cut."""
 
-import csv
-import json
-
 import gin
 import numpy as np
 import pyarrow as pa
@@ -13,6 +10,7 @@ import evaluate
 import train
 from reformax import load_run
 from reformax.data.labelled_text import labelled_text
+from tests.data import tables
 from tests.training.scripts import call
 
 CLASSES = ["arts", "sport", "tech"]
@@ -26,24 +24,8 @@ def rows_of(task, split):
 
 
 def write(path, rows):
-    """Rows of a text and a label, by the path's ending."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    texts, labels = [row[0] for row in rows], [row[1] for row in rows]
-    if path.suffix == ".jsonl":
-        lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
-        path.write_text("\n".join(lines))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps([{"text": text, "label": label} for text, label in rows]))
-    elif path.suffix in (".csv", ".tsv"):
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t")
-            writer.writerows([["label", "text"], *((label, text) for text, label in rows)])
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.table({"label": labels, "text": texts}), path)
-    else:
-        of = pa.table({"label": pa.array(labels).dictionary_encode(), "text": texts})
-        with pa.ipc.new_stream(str(path), of.schema) as sink:
-            sink.write_table(of)
+    """Rows of a text and a label."""
+    return tables.write(path, [{"label": label, "text": text} for text, label in rows])
 
 
 def example(split, i, labels):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from reformax.data.duplication import duplication
 from reformax.data.mixture import mixture
 from reformax.data.reverse import reverse
 from reformax.data.text import text
@@ -39,6 +40,13 @@ def test_rows_are_of_each_text_by_its_weight(texts):
     assert (
         task.train_batch(5, 0, 8, LENGTH).targets != task.train_batch(4, 0, 8, LENGTH).targets
     ).any()
+
+
+def test_a_task_that_makes_whole_batches_gives_its_rows():
+    tasks = duplication(LENGTH), duplication(LENGTH, vocab_size=128)
+    batch, *wholes = (one.train_batch(4, 1, 8, LENGTH) for one in (mixture(tasks, (1, 1)), *tasks))
+    for row, *of_tasks in zip(batch.targets, *(whole.targets for whole in wholes), strict=True):
+        assert any(np.array_equal(row, one) for one in of_tasks)
 
 
 def test_held_out_text_is_that_of_all(texts, content):

@@ -62,25 +62,6 @@ def test_the_class_says_whether_the_dots_end_one_curve(images):
     assert 0 < lines.connected.sum() < 12
 
 
-@pytest.mark.parametrize("size", LOOKS)
-def test_a_dash_owns_every_pixel_that_is_near(size):
-    rng, look, n = np.random.default_rng(4), LOOKS[size], 40
-    canvas = pathfinder._Canvas(rng, n, size, look)
-    angle = rng.uniform(-np.pi, np.pi, size=n)
-    begin = rng.uniform(0, size - 1, size=(n, 2))
-    dash = np.stack([begin, begin + look.dash * np.stack([np.sin(angle), np.cos(angle)], 1)], 1)
-    before = canvas._owner.copy()
-    canvas._own(dash, np.arange(n) % 3 > 0, 7)
-    place = np.stack(np.indices(before.shape[1:]), axis=-1) - canvas._reach
-    way = dash[:, 1] - dash[:, 0]
-    ahead = place - dash[:, 0, None, None]
-    share = np.clip(np.einsum("nyxc,nc->nyx", ahead, way) / look.dash**2, 0, 1)
-    far = np.linalg.norm(ahead - share[..., None] * way[:, None, None], axis=-1)
-    near = far <= (2 * canvas._margin + look.thickness / 2)[:, None, None]
-    near &= (np.arange(n) % 3 > 0)[:, None, None] & (before == 0)
-    np.testing.assert_array_equal(canvas._owner, np.where(near, 7, before))
-
-
 def test_what_is_painted_is_near_a_line(images):
     size, look, lines = images
     greys = painted(lines, size, look)
@@ -121,10 +102,6 @@ def test_a_task_of_pixels(tmp_path):
         want = np.floor(grey / 256 * levels) + 1
         np.testing.assert_array_equal(few.train_batch(0, 0, 5, 1024).inputs, want)
         assert want.max() == levels == few.vocab_size - 1
-    with pytest.raises(
-        ValueError, match="data_dir is 'images': images are drawn, and none are read"
-    ):
-        pathfinder.pathfinder(data_dir="images")
     with pytest.raises(ValueError, match="levels is 1: expected"):
         pathfinder.pathfinder(levels=1)
 

@@ -1,35 +1,23 @@
 """Language models of pieces: every text comes back, documents end, the run keeps the vocabulary."""
 
-import json
 import logging
 
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers
 
 from reformax.data import piece_blocks, pieces, vocabulary
 from reformax.data.text import text
+from tests.data import tables
 
 LINES = [f"Line {i} of the text,  with spaces\t and größe: {i * i}." for i in range(400)]
 TEXT = "\n".join(LINES) + "\n\n    indented\n"
 STRANGE = ["", " ", "\n\n", "  a ", "漢字 kana\r\n", "\x07 <s> </s> <0x41>", "é" * 99, "x" * 40_000]
 
 
-def tokenizer_json(path, *, lower=False, end="<|endoftext|>", size=400):
-    """A byte-level BPE as GPT-2 has."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if lower:
-        tokenizer.normalizer = normalizers.Lowercase()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES, trainer)
-    tokenizer.save(str(path))
-    return path
+def tokenizer_json(path, *, end="<|endoftext|>", **options):
+    return tables.tokenizer_json(path, LINES, end, **options)
 
 
 @pytest.fixture
@@ -76,7 +64,7 @@ def test_every_text_comes_back(kind, data):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_ends_in_one_id(kind, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
+    tables.write_texts(path, LINES)
     task = task_of(kind, path)
     ids = ids_of(task, "train")
     end = {"tokenizers": 0}.get(kind, 1)
@@ -214,7 +202,7 @@ def test_what_gives_all_text_back_is_not_told(data, caplog):
 
 def test_a_vocabulary_without_an_end_of_documents_has_a_newline(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
+    tables.write_texts(path, LINES)
     model = tokenizer_json(tmp_path / "tokenizer.json", end="[PAD]")
     task = text(str(path), vocabulary=str(model))
     assert task.vocabulary.decode(ids_of(task, "valid")).count("\n") > 10
@@ -238,7 +226,7 @@ def begins_of(task, split):
 @pytest.mark.parametrize("end", ["<|endoftext|>", "[PAD]"])
 def test_borders_are_the_pieces_that_documents_begin_with(kind, end, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
+    tables.write_texts(path, LINES)
     task = task_of(kind, path, **({"end": end} if kind == "tokenizers" else {}))
     held_out = len(task.borders("valid"))
     assert held_out > 10 and len(task.borders("train")) == 400 - held_out * 2

@@ -10,13 +10,13 @@ import pyarrow.parquet
 import pytest
 
 from reformax.cli import prepare
-from reformax.data import base, documents, draws, joined, piece_files, stored, token_files, windows
-from reformax.data import text as texts
+from reformax.data import base, documents, draws, joined, stored, windows
 from reformax.data.lengths import Lengths, ranges
 from reformax.data.mixture import mixture
 from reformax.data.text import text
 from reformax.data.token_ids import token_ids
 from reformax.data.windows import document_starts
+from tests.data.tables import arrays, assert_alike, write
 
 BORDERS, WEIGHTS = (50, 400), (1.0, 1.0, 2.0)
 LENGTH = 150
@@ -50,40 +50,14 @@ def by_author(tmp_path):
 
 
 @pytest.fixture
-def in_files(monkeypatch, tmp_path):
-    """Calls a function with texts in files, of many shards, by this process."""
+def from_files(in_files):
+    """Calls a function with texts in files."""
 
     def call(function):
-        with monkeypatch.context() as patch:
-            patch.setattr(texts, "SMALL", 0)
-            patch.setattr(texts, "SMALL_PIECES", 0)
-            patch.setattr(token_files, "SHARD", 3000)
-            patch.setattr(piece_files, "_SPAN", 2**15)
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-            patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        with in_files(shard=8000):
             return function()
 
     return call
-
-
-def arrays(batch):
-    return [x for part in batch for x in (part if isinstance(part, tuple) else [part])]
-
-
-def assert_same(one, other):
-    for x, y in zip(arrays(one), arrays(other), strict=True):
-        assert x.dtype == y.dtype and np.array_equal(x, y)
-
-
-def assert_alike(one, other):
-    """Two tasks have the same batches in training and evaluation, and fingerprints."""
-    for step in range(3):
-        assert_same(one.train_batch(3, step, 8, LENGTH), other.train_batch(3, step, 8, LENGTH))
-    for split in ("train", "valid", "test"):
-        assert one.fingerprint(split) == other.fingerprint(split)
-        batches = (task.eval_batches(split, 8, LENGTH, LENGTH) for task in (one, other))
-        for a, b in zip(*batches, strict=True):
-            assert_same(a, b)
 
 
 def letters(tokens):
@@ -158,16 +132,15 @@ def test_documents_of_a_range_are_hidden_from_each_other(by_length):
             assert np.array_equal(ids, expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("how", ["lengths", "joined"])
-def test_processes_read_their_rows_alone(how, n, by_length, by_author, in_files, monkeypatch):
+def test_processes_read_their_rows_alone(how, by_length, by_author, from_files, monkeypatch):
     if how == "lengths":
-        task = in_files(
+        task = from_files(
             lambda: text(by_length, document_mask=True, windows="documents", **BY_LENGTH)
         )
     else:
         options = {"join_by": "author", "windows": "documents", "document_mask": True}
-        task = in_files(lambda: text(by_author[0], **options))
+        task = from_files(lambda: text(by_author[0], **options))
     whole, read = task.train_batch(5, 9, 8, LENGTH), []
     original = stored.windows_of
 
@@ -177,7 +150,7 @@ def test_processes_read_their_rows_alone(how, n, by_length, by_author, in_files,
 
     for module in (base, windows):
         monkeypatch.setattr(module, "windows_of", counted)
-    for rows in np.array_split(np.arange(8), n):
+    for rows in np.array_split(np.arange(8), 3):
         read.clear()
         part = task.train_rows(5, 9, 8, LENGTH, rows)
         assert sum(read) == len(rows) * LENGTH
@@ -185,9 +158,10 @@ def test_processes_read_their_rows_alone(how, n, by_length, by_author, in_files,
             assert np.array_equal(x, y[rows])
 
 
-@pytest.mark.parametrize("vocab_size", [256, 290])
-@pytest.mark.parametrize("windows", ["anywhere", "documents"])
-def test_lengths_in_files_are_those_of_memory(windows, vocab_size, by_author, in_files, tmp_path):
+@pytest.mark.parametrize("windows, vocab_size", [("anywhere", 256), ("documents", 290)])
+def test_lengths_from_files_are_those_of_memory(
+    windows, vocab_size, by_author, from_files, tmp_path
+):
     def made():
         task = text(
             by_author[0],
@@ -199,7 +173,7 @@ def test_lengths_in_files_are_those_of_memory(windows, vocab_size, by_author, in
         )
         return kept(task, tmp_path / "run")
 
-    assert_alike(made(), in_files(made))
+    assert_alike(made(), from_files(made), LENGTH)
 
 
 def test_a_mixture_of_texts_draws_lengths_by_itself(by_length):
@@ -267,20 +241,12 @@ def joined_text(rows):
     return ["".join(chapters) for chapters in of.values()]
 
 
-def write_as(kind, path, rows):
-    if kind == "jsonl":
-        return path
-    columns = {name: [row[name] for row in rows] for name in ("text", "author")}
-    pa.parquet.write_table(pa.table(columns), path.with_suffix(".parquet"))
-    return path.with_suffix(".parquet")
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_with_one_value_stand_together(kind, by_author, in_files, content):
+def test_rows_with_one_value_stand_together(kind, by_author, from_files, content):
     path, rows = by_author
-    path = write_as(kind, path, rows)
+    path = write(path.with_suffix(f".{kind}"), rows)
     expected = "".join(joined_text(rows)).encode()
-    for call in (lambda function: function(), in_files):
+    for call in (lambda function: function(), from_files):
         task = call(lambda: text(path, join_by="author", windows="documents"))
         assert content(task) == expected
         places = np.cumsum([0, *map(len, joined_text(rows))])
@@ -289,7 +255,7 @@ def test_rows_with_one_value_stand_together(kind, by_author, in_files, content):
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_rows_without_a_value_are_alone(kind, tmp_path, in_files):
+def test_rows_without_a_value_are_alone(kind, tmp_path, from_files):
     """An empty cell and what is no number say nothing of each other."""
     path, texts_of = tmp_path / f"a.{kind}", ["one", "two", "three", "four"] * 20
     values = [(1.0, none)[i % 2] for i in range(40) for none in (math.nan, None)]
@@ -303,13 +269,13 @@ def test_rows_without_a_value_are_alone(kind, tmp_path, in_files):
     else:
         columns = {"text": texts_of, "author": pa.array(values, pa.float64(), from_pandas=False)}
         pa.parquet.write_table(pa.table(columns), path)
-    for call in (lambda function: function(), in_files):
+    for call in (lambda function: function(), from_files):
         task = call(lambda: text(path, join_by="author", windows="documents"))
         assert "(80 documents joined into 41, " in task.summary()[0]
 
 
 @pytest.mark.parametrize("at", ["remove", "check_joined"])
-def test_joining_that_was_stopped_goes_on(at, by_author, in_files, content, monkeypatch):
+def test_joining_that_was_stopped_goes_on(at, by_author, from_files, content, monkeypatch):
     """Between two files of a shard that are deleted, and before the manifest."""
     path, rows = by_author
     owner = {"remove": joined.durable, "check_joined": documents}[at]
@@ -326,25 +292,23 @@ def test_joining_that_was_stopped_goes_on(at, by_author, in_files, content, monk
     with monkeypatch.context() as patch:
         patch.setattr(owner, at, stopped if at == "remove" else check)
         with pytest.raises(KeyboardInterrupt):
-            in_files(lambda: text(path, join_by="author"))
-    task = in_files(lambda: text(path, join_by="author"))
+            from_files(lambda: text(path, join_by="author"))
+    task = from_files(lambda: text(path, join_by="author"))
     assert content(task) == "".join(joined_text(rows)).encode()
 
 
-def test_splits_that_are_written_anew_stay_apart(by_author, in_files, content, tmp_path):
-    (tmp_path / "tables").mkdir()
+def test_splits_that_are_written_anew_stay_apart(by_author, from_files, content, tmp_path):
     parts = {"test": by_author[1][:200], "train": by_author[1][100:], "valid": by_author[1][300:]}
     for split, rows in parts.items():
-        write_as("parquet", tmp_path / "tables" / split, rows)
-    task = in_files(lambda: text(tmp_path / "tables", join_by="author"))
+        write(tmp_path / "tables" / f"{split}.parquet", rows)
+    task = from_files(lambda: text(tmp_path / "tables", join_by="author"))
     for split, rows in parts.items():
         assert content(task, split) == "".join(joined_text(rows)).encode()
 
 
-@pytest.mark.parametrize("vocab_size", [256, 290])
-@pytest.mark.parametrize("hide_joined", [False, True])
-def test_joined_in_files_are_those_of_memory(
-    hide_joined, vocab_size, by_author, in_files, tmp_path
+@pytest.mark.parametrize("hide_joined, vocab_size", [(True, 256), (False, 290), (True, 290)])
+def test_joined_from_files_are_those_of_memory(
+    hide_joined, vocab_size, by_author, from_files, tmp_path
 ):
     def made():
         task = text(
@@ -357,10 +321,8 @@ def test_joined_in_files_are_those_of_memory(
         )
         return kept(task, tmp_path / "run")
 
-    memory, files = made(), in_files(made)
-    assert_alike(memory, files)
-    for split in ("train", "valid", "test"):
-        assert np.array_equal(memory.borders(split), files.borders(split))
+    memory, files = made(), from_files(made)
+    assert_alike(memory, files, LENGTH)
 
 
 def test_joined_documents_see_each_other_as_asked(by_author):
@@ -382,22 +344,22 @@ def test_joined_documents_see_each_other_as_asked(by_author):
             assert ids[-1] == expected
 
 
-def test_a_window_of_65536_is_filled_by_the_files_of_one_folder(tmp_path, in_files):
+def test_a_window_is_filled_by_the_files_of_one_folder(tmp_path, from_files):
     rng = np.random.default_rng(0)
     for repository in range(4):
-        for number in range(40):
+        for number in range(30):
             path = tmp_path / "code" / f"r{repository}" / f"d{number % 3}" / f"{number}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(chr(97 + repository) * int(rng.integers(1900, 2100)) + "\n")
+            path.write_text(chr(97 + repository) * int(rng.integers(190, 210)) + "\n")
     options = {"windows": "documents", "document_mask": True}
     made = lambda **more: text(tmp_path / "code", max_held_out=100, **options, **more)  # noqa: E731
     alone, together = made(), made(join_by="folder")
-    batch = together.train_batch(0, 0, 8, 2**16)
-    assert batch.inputs.segment_ids.max() == 2 and alone.train_batch(0, 0, 1, 2**16)[0][1].max() > 9
+    batch = together.train_batch(0, 0, 8, 2**12)
+    assert batch.inputs.segment_ids.max() == 2 and alone.train_batch(0, 0, 1, 2**12)[0][1].max() > 9
     starts = [len(letters([row])[0].replace("\n", "")) for row in batch.targets]
     assert starts.count(1) >= 4  # windows of one repository alone
     assert len(together.borders("train")) == 4
-    assert_alike(together, in_files(lambda: made(join_by="folder")))
+    assert_alike(together, from_files(lambda: made(join_by="folder")), LENGTH)
     # Folders of splits are none of repositories.
     os.rename(tmp_path / "code" / "r3", tmp_path / "r3")
     os.makedirs(tmp_path / "split" / "test")
@@ -450,12 +412,3 @@ def test_prepare_joins_and_training_reads_it(by_author, tmp_path, content, capsy
     assert "nothing of it was made anew" in capsys.readouterr().out
     with pytest.raises(ValueError, match="join_by is 'folder'.*'author'"):
         text(folder, join_by="folder", **options)
-
-
-def test_a_text_that_is_not_joined_keeps_its_key(by_length, in_files, tmp_path, monkeypatch):
-    """Texts that were prepared before are not prepared again."""
-    settings = {"pattern": "*", "field": "text", "raw": False, "splits": "by_name"}
-    found = texts.find(by_length, texts.DEFAULTS)
-    in_files(lambda: text(by_length))
-    names = [path.name for path in (tmp_path / "cache" / "reformax" / "texts").iterdir()]
-    assert token_files.key_of(found, settings)[:32] in names

@@ -1,13 +1,10 @@
 """A folder's own splits: which layouts are splits, which are not, and what a run says of them."""
 
-import json
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from reformax.data import splits
 from reformax.data.text import text
+from tests.data import tables
 
 # Names of files, and the split that each is in; None: in none, and so left out.
 LAYOUTS = {
@@ -88,25 +85,13 @@ REFUSED = {
 def write(path, name):
     """A file whose text names it."""
     path, rows = path / name, [f"{name} {i} " + 20 * "words " for i in range(9)]
+    kinds = set(path.suffixes)
+    if kinds & {".jsonl", ".csv", ".parquet", ".arrow"}:
+        tables.write_texts(path, rows)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = "\n".join(rows)
-    if ".jsonl" in name:
-        data = "".join(json.dumps({"text": row}) + "\n" for row in rows)
-    if ".csv" in name:
-        data = "\n".join(["text", *rows])
-    of = pa.table({"text": rows})
-    if name.endswith(".parquet"):
-        pq.write_table(of, path)
-    elif name.endswith(".arrow"):
-        with pa.ipc.new_stream(str(path), of.schema) as sink:
-            sink.write_table(of)
-    elif name.endswith((".gz", ".xz")):
-        import gzip
-        import lzma
-
-        path.write_bytes((gzip if name.endswith(".gz") else lzma).compress(data.encode()))
-    else:
-        path.write_text("{}" if name.endswith(".json") else data)
+    data = "{}" if path.suffix == ".json" else "\n".join(rows)
+    path.write_bytes(tables.PACK.get(path.suffix, bytes)(data.encode()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

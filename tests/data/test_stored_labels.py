@@ -85,7 +85,7 @@ def test_pairs_are_read_from_tables(tmp_path, fails_in_one_line):
     assert batch.inputs.first.shape == batch.inputs.second.shape == (8, 3)
     for bad in ("2\ta\tb\tx\ty\n", "1\ta\tb\tx\n", "label\ta\tb\tx\ty\n"):
         (tmp_path / "bad.tsv").write_text(lines + bad)
-        with fails_in_one_line(ValueError, "bad.tsv, line 3: expected a label, 0 or 1"):
+        with fails_in_one_line(ValueError, "bad.tsv row 3: expected a label, 0 or 1"):
             document_pairs.document_pairs(str(tmp_path), test="bad.tsv").n_targets("test")
     with fails_in_one_line(FileNotFoundError, "none.tsv does not exist: put it there, or set"):
         document_pairs.document_pairs(str(tmp_path), valid="none.tsv").n_targets("valid")

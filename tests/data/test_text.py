@@ -109,12 +109,6 @@ def test_home_is_expanded(tmp_path, monkeypatch, content):
     assert content(text("~/notes.txt")) == LINES
 
 
-def test_dangling_link_is_no_file(tmp_path, content):
-    write(tmp_path / "a.txt")
-    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
-    assert content(text(str(tmp_path))) == LINES
-
-
 def test_missing(tmp_path, fails_in_one_line):
     with fails_in_one_line(FileNotFoundError, "nowhere does not exist: set data_dir"):
         text(str(tmp_path / "nowhere"))
@@ -149,35 +143,6 @@ def test_a_pattern_of_what_is_read_whole(tmp_path, content, fails_in_one_line):
         text(str(tmp_path / "state"), pattern="*.txt")
     write(tmp_path / "state" / "a.txt")
     assert content(text(str(tmp_path / "state"), pattern="*.txt", raw=True)) == LINES
-
-
-def test_folder_of_empty_files(tmp_path, fails_in_one_line):
-    write(tmp_path / "a.txt", b"")
-    with fails_in_one_line(ValueError, "0 bytes are too few"):
-        text(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["a.gz", "a.xz", "a.zip"])
-@pytest.mark.parametrize("keep", [0, 10, 0.5, -3, "flip"])
-def test_damaged(name, keep, tmp_path, fails_in_one_line):
-    path = write(tmp_path / name)
-    data = path.read_bytes()
-    if keep == "flip":  # one byte in the middle of the compressed text
-        at = 60 if name == "a.xz" else 110
-        broken = data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
-    else:
-        broken = data[: int(len(data) * keep) if keep == 0.5 else keep]
-    path.write_bytes(broken)
-    with fails_in_one_line(ValueError, f"{name} is (damaged .*copy or download it again|empty)"):
-        text(str(path))
-
-
-def test_zip_of_several_files(tmp_path, fails_in_one_line):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("one", LINES)
-        archive.writestr("two", LINES)
-    with fails_in_one_line(ValueError, "a.zip holds 2 files and must hold one: unpack it"):
-        text(str(tmp_path / "a.zip"))
 
 
 def test_zip_with_a_password(tmp_path, fails_in_one_line):

@@ -1,7 +1,6 @@
 """Token files: the batches of a text in memory, made in parts, whole or absent."""
 
-import contextlib
-import gzip
+import errno
 import json
 import lzma
 import os
@@ -20,18 +19,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from reformax import durable
 from reformax.cli import prepare
 from reformax.data import (
     arrow_tables,
     files,
     piece_blocks,
-    piece_files,
+    shard_folders,
     stored,
     tables,
     text,
     token_files,
     workers,
 )
+from tests.data.tables import assert_alike, write_texts
 from tests.data.test_documents import write_dataset
 from tests.data.test_pieces import tokenizer_json
 
@@ -47,19 +48,6 @@ def words(n):
 TEXTS = [words(RNG.choice((1, 9, 200))) for _ in range(300)]
 
 
-def write_jsonl(path, texts=TEXTS):
-    data = "".join(f"{json.dumps({'text': t})}\n" for t in texts).encode()
-    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}.get(path.suffix, bytes)
-    path.write_bytes(pack(data))
-
-
-def zst(data):
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as file:
-        file.write(data)
-    return sink.getvalue().to_pybytes()
-
-
 def zipped(path, data):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("inside", data)
@@ -70,7 +58,7 @@ def folder_of_kinds(folder):
     folder.mkdir()
     texts = TEXTS[:60]
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
-        write_jsonl(folder / name, texts)
+        write_texts(folder / name, texts)
     pq.write_table(pa.table({"text": texts}), folder / "d.parquet", row_group_size=10)
     (folder / "e.txt").write_text("\n".join(texts))
     (folder / "f.txt").write_bytes(b"zero\0inside" * 999)
@@ -81,8 +69,8 @@ def folder_of_kinds(folder):
 
 
 SOURCES = {
-    "a.jsonl": write_jsonl,
-    "a.jsonl.zst": write_jsonl,
+    "a.jsonl": lambda path: write_texts(path, TEXTS),
+    "a.jsonl.zst": lambda path: write_texts(path, TEXTS),
     "a.txt": lambda path: path.write_text("\n".join(TEXTS)),
     "zeros.txt": lambda path: path.write_text("\0".join(TEXTS)),
     "a.parquet": lambda path: pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=50),
@@ -91,54 +79,12 @@ SOURCES = {
 }
 
 
-@pytest.fixture
-def in_files(monkeypatch, tmp_path):
-    """Every text in files, of many shards."""
-
-    @contextlib.contextmanager
-    def context(shard=5000):
-        with monkeypatch.context() as patch:
-            patch.setattr(text, "SMALL", 0)
-            patch.setattr(text, "SMALL_PIECES", 0)
-            patch.setattr(token_files, "SHARD", shard)
-            patch.setattr(piece_files, "_SPAN", 2**15)
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-            patch.setattr(os, "sched_getaffinity", lambda _: {0})  # in this process
-            yield tmp_path / "cache" / "reformax" / "texts"
-
-    return context
-
-
-def batches_of(task):
-    yield task.train_batch(3, 5, 7, 300)
-    yield task.train_rows(3, 6, 7, 300, np.array([1, 4]))
-    for split in ("train", "valid", "test"):
-        yield from task.eval_batches(split, 4, 300, 170)
-
-
-def assert_alike(one, other):
-    """Two tasks have the same fingerprints, sizes, borders and batches, bit for bit."""
-    for split in ("train", "valid", "test"):
-        assert one.fingerprint(split) == other.fingerprint(split)
-        assert one.n_targets(split) == other.n_targets(split)
-        assert (one.borders is None) == (other.borders is None)
-        if one.borders is not None:
-            assert np.array_equal(one.borders(split), other.borders(split))
-    for a, b in zip(batches_of(one), batches_of(other), strict=True):
-        arrays = [
-            [x for field in batch for x in (field if isinstance(field, tuple) else [field])]
-            for batch in (a, b)
-        ]
-        for x, y in zip(*arrays, strict=True):
-            assert x.dtype == y.dtype and np.array_equal(x, y)
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
     SOURCES[name](tmp_path / name)
     many = name not in ("a.txt",)
-    options = [{"windows": "each_once"}, {"max_held_out": 999}, {}]
-    options += [{"windows": "documents"}, {"document_mask": True, "offset": 1}] * many
+    options = [{"windows": "each_once", "max_held_out": 999}, {}]
+    options += [{"windows": "documents", "document_mask": True, "offset": 1}] * many
     for given in options:
         whole = text.text(tmp_path / name, **given)
         with in_files() as cache:
@@ -147,7 +93,7 @@ def test_bytes_are_those_of_memory(name, tmp_path, in_files, monkeypatch):
         assert whole.summary() == stored_task.summary()
         assert not isinstance(stored_task.train_batch(0, 0, 1, 8).targets, stored.StoredArray)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
-    shards = sum(map(len, token_files.manifest(folder)["splits"].values()))
+    shards = sum(map(len, shard_folders.manifest(folder)["splits"].values()))
     divided = ("a.jsonl", "a.txt", "zeros.txt", "a.parquet", "kinds")
     assert shards > (1 if name in divided else 0)
 
@@ -181,8 +127,8 @@ def test_spans_end_where_blocks_do(monkeypatch):
 
 
 def test_a_second_start_reads_no_source(tmp_path, in_files, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl")
-    with in_files() as cache:
+    write_texts(tmp_path / "a.jsonl", TEXTS)
+    with in_files(shard=2**20) as cache:
         first = text.text(tmp_path / "a.jsonl")
         monkeypatch.setattr(token_files.documents, "pieces_of", None)
         assert_alike(first, text.text(tmp_path / "a.jsonl"))
@@ -196,7 +142,7 @@ def test_a_second_start_reads_no_source(tmp_path, in_files, monkeypatch):
 def test_a_changed_source_is_prepared_anew(change, tmp_path, in_files):
     path = tmp_path / "a.txt"
     path.write_text("\n".join(TEXTS))
-    with in_files():
+    with in_files(shard=2**20):
         before = text.text(path).fingerprint("train")
         state, data = path.stat(), bytearray(path.read_bytes())
         if change == "size":
@@ -213,7 +159,7 @@ def test_a_changed_source_is_prepared_anew(change, tmp_path, in_files):
 
 def test_held_out_text_of_another_size_prepares_nothing(tmp_path, in_files, monkeypatch):
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 9)
-    with in_files() as cache:
+    with in_files(shard=2**17) as cache:
         sizes = [
             text.text(tmp_path / "a.txt", max_held_out=n).n_targets("test") for n in (99, 9000)
         ]
@@ -221,7 +167,7 @@ def test_held_out_text_of_another_size_prepares_nothing(tmp_path, in_files, monk
 
 
 def test_a_damaged_shard_is_told(tmp_path, in_files, fails_in_one_line):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}", "--quiet"])
     shard = next(tmp_path.glob("made/text-*/*.bytes"))
     data = shard.read_bytes()
@@ -239,7 +185,7 @@ def test_a_damaged_shard_is_told(tmp_path, in_files, fails_in_one_line):
 def test_prepare_and_train_from_its_folder(tmp_path, capsys, fails_in_one_line, monkeypatch):
     monkeypatch.setattr(token_files, "SHARD", 5000)
     source, made = tmp_path / "a.jsonl", tmp_path / "made"
-    write_jsonl(source)
+    write_texts(source, TEXTS)
     command = [f"--data_dir={source}", f"--to={made}", "--quiet", "--processes=1"]
     assert prepare.main([*command, "--vocab_size=400", "--max_held_out=2000"]) == 0
     said = capsys.readouterr().out
@@ -252,7 +198,7 @@ def test_prepare_and_train_from_its_folder(tmp_path, capsys, fails_in_one_line, 
     assert_alike(
         text.text(made, max_held_out=2000), text.text(made, pattern="*", max_held_out=2000)
     )
-    monkeypatch.setattr(piece_files.token_files, "all_made", None)  # ids are there
+    monkeypatch.setattr(shard_folders, "all_made", None)  # ids are there
     task = text.text(made, vocab_size=400, max_held_out=2000)
     task.vocabulary.keep_in(tmp_path, begun=False)
     assert_alike(whole, task)
@@ -265,7 +211,7 @@ def test_prepare_and_train_from_its_folder(tmp_path, capsys, fails_in_one_line, 
 
 
 def test_other_files_are_not_replaced(tmp_path, fails_in_one_line):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes").write_text("kept")
     with fails_in_one_line(ValueError, "mine holds other files, such as notes: give a new folder"):
@@ -289,11 +235,13 @@ def test_errors_of_other_processes_name_the_line(
 
 
 def test_a_disk_without_room_is_told_before(tmp_path, in_files, fails_in_one_line, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     room = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     with in_files() as cache:
-        with fails_in_one_line(ValueError, "has room for 10; give another folder by text.text.cac"):
+        with fails_in_one_line(
+            ValueError, "has room for 10; or give another folder by text.text.cac"
+        ):
             text.text(tmp_path / "a.jsonl")
         assert not list(cache.glob("*/text/*"))
 
@@ -301,7 +249,7 @@ def test_a_disk_without_room_is_told_before(tmp_path, in_files, fails_in_one_lin
 def test_a_cache_that_cannot_be_written_names_the_setting(
     tmp_path, in_files, fails_in_one_line, monkeypatch
 ):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     make, denied = token_files.durable.make_folder, []
 
     def deny(folder):
@@ -326,15 +274,12 @@ def test_a_cache_that_cannot_be_written_names_the_setting(
         token_files.cache_folder(None)
 
 
-def test_a_killed_worker_is_told(tmp_path, fails_in_one_line):
+def test_a_killed_worker_is_told(fails_in_one_line):
     with fails_in_one_line(OSError, "a process that prepares text ended .it was killed"):
-        list(workers.in_processes(_killed, [1, 2], 2))
+        list(workers.in_processes(signal.raise_signal, [signal.SIGKILL] * 2, 2))
 
 
-def _killed(_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
+@pytest.mark.slow
 def test_kills_leave_it_whole_or_absent(tmp_path):
     """A process that is killed anywhere leaves no folder, and the next goes on with its shards."""
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 8)
@@ -363,8 +308,9 @@ def test_kills_leave_it_whole_or_absent(tmp_path):
     assert partial and not begun.exists()
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_make_one_text(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    write_texts(tmp_path / "a.jsonl", TEXTS * 20)
     command = [sys.executable, "-m", "reformax", "prepare", f"--data_dir={tmp_path / 'a.jsonl'}"]
     command += [f"--to={tmp_path / 'made'}", "--quiet"]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
@@ -405,7 +351,7 @@ def test_checksums_combine():
 
 def _prepared(tmp_path, texts=TEXTS, name="made"):
     if not (tmp_path / "a.jsonl").exists() or texts is not TEXTS:
-        write_jsonl(tmp_path / "a.jsonl", texts)
+        write_texts(tmp_path / "a.jsonl", texts)
     prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / name}", "--quiet"])
     return tmp_path / name
 
@@ -430,7 +376,7 @@ def test_a_link_in_a_strangers_folder_is_not_followed(tmp_path, in_files, fails_
 
 @pytest.mark.parametrize("name", ["../../mine", "/etc/passwd", "text-1/../../x", 3])
 def test_a_strangers_manifest_names_no_other_file(tmp_path, name, fails_in_one_line):
-    path = _prepared(tmp_path) / token_files.MANIFEST
+    path = _prepared(tmp_path) / shard_folders.MANIFEST
     manifest = json.loads(path.read_text())
     manifest["splits"]["train"][0]["file"] = name
     path.write_text(json.dumps(manifest))
@@ -438,20 +384,22 @@ def test_a_strangers_manifest_names_no_other_file(tmp_path, name, fails_in_one_l
         text.text(tmp_path / "made")
 
 
-def test_workers_import_nothing_of_the_working_directory(tmp_path, monkeypatch):
+def test_workers_share_the_cores_and_import_nothing_of_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
-    assert sorted(x for _, x in workers.in_processes(abs, [-1, -2], 2)) == [1, 2]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    found = [x for _, x in workers.in_processes(os.getenv, [workers.THREADS, "TERM"], 2)]
+    assert "4" in found
 
 
 def test_a_folder_with_its_source_or_anothers_files_stays(tmp_path, fails_in_one_line):
     made = _prepared(tmp_path)
-    write_jsonl(made / "new.jsonl")
+    write_texts(made / "new.jsonl", TEXTS)
     run = [f"--to={made}", "--quiet"]
     with fails_in_one_line(ValueError, "made holds the source .*new.jsonl: give another folder"):
         prepare.main([f"--data_dir={made / 'new.jsonl'}", *run])
-    write_jsonl(tmp_path / "b.jsonl", TEXTS[:50])
+    write_texts(tmp_path / "b.jsonl", TEXTS[:50])
     with fails_in_one_line(ValueError, "holds other files, such as new.jsonl: give a new folder"):
         prepare.main([f"--data_dir={tmp_path / 'b.jsonl'}", *run])
     with fails_in_one_line(ValueError, "lies in data_dir=.*: give a folder outside of it"):
@@ -479,37 +427,15 @@ def test_a_process_that_is_killed_before_the_name_goes_on_from_there(tmp_path, m
     assert text.text(_prepared(tmp_path)).fingerprint("train") == whole
 
 
-def test_a_finished_folder_needs_no_lock(tmp_path, monkeypatch):
-    made = _prepared(tmp_path)
-    monkeypatch.setattr(token_files, "_locked", None)
-    assert _prepared(tmp_path) == made
-
-
-def test_errors_of_workers_keep_their_number(tmp_path):
-    with pytest.raises(OSError, match="cannot be written") as error:
-        list(workers.in_processes(_full, [1, 2], 2))
-    assert error.value.errno == 28
-    with pytest.raises(RuntimeError, match="Odd: told"):
-        list(workers.in_processes(_odd, [1, 2], 2))
-
-
-def _full(_):
-    with token_files.durable.explaining("written", "there"):
-        raise OSError(28, "No space left on device")
-
-
-class Odd(Exception):
-    def __reduce__(self):
-        raise TypeError
-
-
-def _odd(_):
-    raise Odd("told")
+def test_errors_of_workers_keep_their_number():
+    with pytest.raises(OSError, match="cannot be read .File name too long") as error:
+        list(workers.in_processes(durable.read, [Path("x" * 300)] * 2, 2))
+    assert error.value.errno == errno.ENAMETOOLONG
 
 
 def test_lines_of_a_text_that_is_read_raw_are_no_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "SHARD", 1000)
-    write_jsonl(tmp_path / "a.jsonl", TEXTS[:30])
+    write_texts(tmp_path / "a.jsonl", TEXTS[:30])
     raw = dict(text.DEFAULTS, raw=True)
     found = text.find(tmp_path / "a.jsonl", raw)
     token_files.prepare(found, raw, tmp_path / "made", processes=1, quiet=True)
@@ -527,14 +453,14 @@ def test_a_parquet_is_divided_by_row_groups(tmp_path, monkeypatch):
     assert [first for first, _ in groups[1:]] == [last for _, last in groups[:-1]]
     assert sum(s.size() for s in shards) < (tmp_path / "a.parquet").stat().st_size
     command = [f"--data_dir={tmp_path / 'a.parquet'}", f"--to={tmp_path / 'made'}", "--quiet"]
-    prepare.main([*command, "--processes=2"])
+    prepare.main([*command, "--processes=1"])
     assert_alike(text.text(tmp_path / "made"), text.text(tmp_path / "a.parquet"))
 
 
 def test_files_of_a_folder_go_to_several_processes(tmp_path):
     """Also small ones: as many shards as a large machine has cores, of some size."""
     for name in ("a", "b", "c"):
-        write_jsonl(tmp_path / f"{name}.jsonl.xz")
+        write_texts(tmp_path / f"{name}.jsonl.xz", TEXTS)
         with open(tmp_path / f"{name}.txt", "w") as file:
             file.truncate(token_files._LEAST_SHARD)
     found = text.find(tmp_path, text.DEFAULTS)
@@ -547,7 +473,6 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
     dictionary, groups, tmp_path, monkeypatch
 ):
     """By what pyarrow holds, at a tenth of the sizes."""
-    monkeypatch.setattr(arrow_tables, "_SMALL_GROUP", 2**20)
     monkeypatch.setattr(arrow_tables, "_TOGETHER", 2**20)
     texts = [f"{i} {'x' * 2_000}" for i in range(20_000)]
     path, options = tmp_path / "a.parquet", {"use_dictionary": dictionary}
@@ -565,21 +490,15 @@ def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, cap
     assert workers.workers_for(5, 2**28).n == 5
     assert workers.workers_for(99, 2**33).n == 1
     assert workers.workers_for(99, 2**28, processes=20).n == 20  # as a user says
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}"])
     assert capsys.readouterr().err.splitlines()[0] == (
         "prepare: parts: 1, processes: 1 (cores: 64; 4.0 GiB of memory have room for 8)"
     )
 
 
-def test_processes_share_the_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    found = [x for _, x in workers.in_processes(os.getenv, [workers.THREADS, "TERM"], 2)]
-    assert "4" in found
-
-
 def test_shards_of_another_division_are_not_gone_on_with(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     made, kept = tmp_path / "made", token_files.durable.rename
     command = [f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={made}", "--quiet", "--processes=1"]
 
@@ -590,7 +509,7 @@ def test_shards_of_another_division_are_not_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files.durable, "rename", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare.main(command)
-    (tmp_path / "made.partial" / token_files.MANIFEST).unlink()
+    (tmp_path / "made.partial" / shard_folders.MANIFEST).unlink()
     monkeypatch.setattr(token_files.durable, "rename", kept)
     monkeypatch.setattr(token_files, "SHARD", 9000)
     prepare.main(command)
@@ -616,7 +535,7 @@ def test_errors_of_prepare_name_its_flags(name, data, told, tmp_path, capsys):
 def test_lines_of_prepare_name_its_flags_and_those_of_training_settings(tmp_path, capsys):
     folder = tmp_path / "data"
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl")
+    write_texts(folder / "a.jsonl", TEXTS)
     (folder / "README.md").write_text("of it")
     prepare.main([f"--data_dir={folder}", f"--to={tmp_path / 'made'}", "--quiet"])
     assert "next to tables; --pattern='**' takes them" in capsys.readouterr().out

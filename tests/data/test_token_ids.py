@@ -7,8 +7,10 @@ import pytest
 
 from reformax.cli import prepare
 from reformax.data import text
+from reformax.data.base import SPLITS
 from reformax.data.token_ids import token_ids
-from tests.data.test_token_files import TEXTS, assert_alike, write_jsonl
+from tests.data.tables import assert_alike, write_texts
+from tests.data.test_token_files import TEXTS
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 500, 9000)
@@ -36,11 +38,9 @@ def headed(path, ids=IDS):
 
 
 def content(task, *splits):
-    found = []
-    for split in splits or ("train", "valid", "test"):
-        for batch in task.eval_batches(split, 8, 512, 512):
-            found.append(batch.targets[batch.weights == 1])
-    return np.concatenate(found)
+    """The ids of splits, read through their evaluation batches."""
+    batches = (b for s in splits or SPLITS for b in task.eval_batches(s, 8, 512, 512))
+    return np.concatenate([batch.targets[batch.weights == 1] for batch in batches])
 
 
 WRITERS = {
@@ -142,7 +142,7 @@ def test_changed_ids_change_the_fingerprint(tmp_path):
 
 @pytest.mark.parametrize("form", ["megatron", "nanogpt"])
 def test_what_is_written_is_read(form, tmp_path):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     made = tmp_path / "made"
     command = [f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={made}", "--quiet", "--processes=1"]
     prepare.main([*command, "--vocab_size=400", "--max_held_out=3000", f"--write={form}"])
@@ -159,7 +159,7 @@ def test_what_is_written_is_read(form, tmp_path):
 
 
 def test_bytes_are_no_ids(tmp_path, fails_in_one_line):
-    write_jsonl(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "a.jsonl", TEXTS)
     with fails_in_one_line(ValueError, "write=nanogpt: bytes are no ids, give --vocabulary or"):
         prepare.main(
             [f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'to'}", "--write=nanogpt"]

@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_told(tmp_path, fails_in_one_line):
         make(model_type="bpe").keep_in(tmp_path, begun=True)
     with fails_in_one_line(ValueError, "has character_coverage=1.0 and the config 0.9"):
         make(character_coverage=0.9).keep_in(tmp_path, begun=True)
-    with fails_in_one_line(ValueError, "is not the vocabulary of this training text and these"):
+    with fails_in_one_line(ValueError, "is not the vocabulary of this text and these"):
         make(38).keep_in(tmp_path, begun=False)
     path = tmp_path / "vocabulary.model"
     path.write_bytes(b"damaged")
