@@ -27,6 +27,17 @@ class Reference(NamedTuple):
     arguments: dict[str, Any]  # those that the config sets
 
 
+def comparable(value: Any) -> Any:
+    """A value of `described` for comparison: references as tables, with defaults filled in."""
+    if isinstance(value, Reference):
+        parameters = inspect.signature(value.function).parameters.items()
+        defaults = {"the function": value.function} | {name: x.default for name, x in parameters}
+        value = defaults | value.arguments
+    if isinstance(value, dict):
+        return {name: comparable(x) for name, x in value.items()}
+    return [*map(comparable, value)] if isinstance(value, list | tuple) else value
+
+
 def forget() -> None:
     """Forgets what was parsed, and what of it was read."""
     gin.clear_config()

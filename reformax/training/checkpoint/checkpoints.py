@@ -63,8 +63,6 @@ class Checkpoints(CheckpointReader):
           processes: those that save together, one thread's; None: this one alone.
           copies: the address of a folder that gets copies; see `Copies`.
         """
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
         super().__init__(output_dir)
         self.keep = keep
         self.notes: list[str] = []
