@@ -13,7 +13,7 @@ import gin
 
 from reformax.cli import lookup
 from reformax.cli.overrides import override_of
-from reformax.cli.reading import ConfigError
+from reformax.cli.statements import ConfigError
 from reformax.declared import check_all, hints_of
 
 # Macros that `described` read: gin does not note what is read and not called.
