@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from reformax import memory
-from reformax.declared import Count, fits
+from reformax.declared import Bounds, fits
 from reformax.training import manifest
 
 FORMAT = 3
@@ -96,15 +96,16 @@ class _OfNumbers:
         return found.kind in "biufcV" and found.type is not np.void and found.subdtype is None
 
 
+_Whole = Annotated[int, Bounds(0)]
 # The fields, and what each is in words.
 _FIELDS = {
-    "step": (Count, "a whole number"),
-    "previous": (Count | None, "a step or null"),
+    "step": (_Whole, "a whole number"),
+    "previous": (_Whole | None, "a step or null"),
     "score": (float | None, "a finite number or null"),
     "config": (str | None, "a text or null"),
     "extra": (dict, "a table"),
     "tensors": (
-        Mapping[str, tuple[Sequence[Count], Annotated[str, _OfNumbers()]]],
+        Mapping[str, tuple[Sequence[_Whole], Annotated[str, _OfNumbers()]]],
         "a table of shapes and dtypes",
     ),
     "packages": (dict, "a table of versions"),

@@ -169,6 +169,8 @@ def test_an_average_is_of_the_last_without_a_gap(tmp_path):
     # Where the best is the one right before the others there is no gap.
     near = saved(tmp_path / "near", [1, 2, 3], {1: 0.5}, keep=2)
     assert restore_average(near, 3, like)[1] == [1, 2, 3]
+    with pytest.raises(ValueError, match="average:0 must be of at least 1 checkpoint"):
+        restore_average(near, 0, like)
     with pytest.raises(ValueError, match=r"has 0 \(none\)"):
         restore_average(checkpoint.Checkpoints(tmp_path / "nothing"), 1, like)
 

@@ -370,22 +370,6 @@ def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
             )
 
 
-@pytest.mark.slow
-def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):
-    bits = [
-        [
-            line["bits_per_dim"]
-            for line in run(tmp_path / str(n), accumulate=n, batch_size=32, steps=8)[1]
-        ]
-        for n in (1, 4)
-    ]
-    np.testing.assert_allclose(*bits, atol=1e-5)
-    # With dropout each micro-batch draws its own, so accumulating is not without effect.
-    dropout = {"steps": 4, "batch_size": 16, "model": {"dropout": 0.5}}
-    one, two = (run(tmp_path / f"dropout{n}", accumulate=n, **dropout)[1] for n in (1, 2))
-    assert one != two
-
-
 def test_loss_that_is_no_number_stops_the_run_and_is_never_saved(tmp_path):
     settings = {"steps": 40, "checkpoint_every": 5, "log_every": 1}
     with pytest.raises(FloatingPointError) as error:
@@ -759,21 +743,13 @@ def test_progress_shows_on_request(tmp_path, capsys):
 BAD = [
     ({"steps": 0}, "steps is 0: expected"),
     ({"steps": "many"}, "steps is 'many': expected"),
-    ({"batch_size": 0}, "batch_size is 0: expected"),
-    ({"length": 0}, "length is 0: expected"),
-    ({"accumulate": 0}, "accumulate is 0: expected"),
-    ({"log_every": 0}, "log_every is 0: expected"),
-    ({"report_kept_mass_every": 0}, "report_kept_mass_every is 0: expected"),
     ({"report_kept_mass_every": 2}, "report_kept_mass_every is 2: no attention of model TinyLM"),
-    ({"eval_every": 0}, "eval_every is 0: expected"),
     ({"checkpoint_every": -1}, "checkpoint_every is -1: expected"),
     ({"checkpoint_minutes": 0}, "checkpoint_minutes is 0: expected"),
     ({"keep": 0}, "keep is 0: expected"),
     ({"max_minutes": 0}, "max_minutes is 0: expected"),
     ({"ema_decay": 1.0}, "ema_decay is 1.0: expected"),
     ({"z_loss": -1.0}, "z_loss is -1.0: expected"),
-    ({"loss_chunk_len": 0}, "loss_chunk_len is 0: expected"),
-    ({"backprop_len": 0}, "backprop_len is 0: expected"),
     ({"backprop_len": 5}, "backprop_len is 5: expected a divisor of length, 16"),
     ({"backprop_len": 4}, "backprop_len is 4, but TinyLM carries no states: train a lm.Transf"),
     ({"mesh": {"model": 2}}, "mesh is {'model': 2}: expected sizes above 0 of some of data, fsdp"),

@@ -153,20 +153,13 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
     [
         (["--config=loop.train.stps=3"], 2, "no parameter stps: loop.train.stps=3; did you mean s"),
         (["--config=loop.trian.steps=3"], 2, "no trian: loop.trian.steps=3; did you mean train"),
-        (["--config=lop.train.steps=3"], 2, "lop is not the name of an imported module: lop.train"),
         (["--config=tiny.TinyLM.x.y=3"], 2, "tiny.TinyLM has no x: tiny.TinyLM.x.y=3"),
-        (["--config=stepz=3"], 2, "no config file defines stepz; did you mean steps?"),
-        (["--config=loop.train.steps"], 2, "expected NAME=VALUE: loop.train.steps"),
-        (["--config=loop.train.steps=("], 2, "loop.train.steps=("),
-        (["--config=loop.train.task=@tiny.countin()"], 2, "did you mean counting?"),
         (["--config=loop.train.steps=%stepz"], 2, "the config uses %stepz, which no"),
-        (["--config_file=rum.gin"], 2, "no config file rum.gin; did you mean run.gin"),
         (["--config_file=bad_include.gin"], 2, "bas.gin"),
         (["--config_file=bad_import.gin"], 2, "No module named 'tests.training.tinny'"),
         (["--config_file=bad_name.gin"], 2, "TinyLM has no parameter d_modle (", ),
         (["--config_file=empty.gin"], 2, "the config sets nothing of loop.train: it needs"),
         (["--config_file=base.gin"], 2, "the config leaves out an argument: train() missing 2"),
-        (["--config=loop.train.steps='many'"], 2, "steps is 'many': expected a whole number"),
         (["--config=loop.train.eval_length=5000"], 1, "length=5000 is above max_length=4096"),
         (["--config=optimizer.cosine.steps=2"], 2, "cosine.warmup_steps=2 must be"),
         (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
@@ -174,7 +167,6 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         ([*(f"--config={x}=@masked.masked()" for x in ("loop.train.task", "masked.masked.task")),
           "--data_dir=x"], 2, "masked reads no files"),
         (["--output_dir=file/out"], 1, "cannot be written"),
-        (["--steps=3"], 2, "--steps=3 is no flag but a setting: --config='steps=3'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message):

@@ -168,15 +168,6 @@ def test_who_is_done_lets_nobody_wait(run):
     assert found.ended() == [(0, "")] * 3
 
 
-def test_processes_that_are_done_end_in_silence(run):
-    found = run()
-    for process in found.processes[::-1]:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        time.sleep(0.1)
-    assert found.ended() == [(0, "")] * 3
-
-
 def test_a_process_is_done_though_it_ends_before_its_watcher_looks(run):
     found = run()
     os.kill(found.watchers[1], signal.SIGSTOP)
