@@ -239,12 +239,6 @@ def trained(folder, steps, chosen, **options):
     )
 
 
-def params_of(folder):
-    checkpoints = Checkpoints(folder)
-    like = jax.eval_shape(lambda: TinyLM().init_params(jax.random.key(0), (1, 1)))
-    return checkpoints.restore_params(checkpoints.steps()[-1], like)[0]
-
-
 def test_a_run_begins_with_weights_and_goes_on_with_those_it_tuned(tmp_path):
     """A checkpoint holds the model's own weights, in which the changes are."""
     full = trained(tmp_path / "full", 10, None)
@@ -253,7 +247,7 @@ def test_a_run_begins_with_weights_and_goes_on_with_those_it_tuned(tmp_path):
     trained(tmp_path / "tuned", 20, chosen, max_minutes=1e-9, **begin)
     tuned = trained(tmp_path / "tuned", 20, chosen, **begin)
     assert tuned["bits_per_dim"] < full["bits_per_dim"]
-    before, after = params_of(tmp_path / "full"), params_of(tmp_path / "tuned")
+    before, after = worker.params(tmp_path / "full"), worker.params(tmp_path / "tuned")
     np.testing.assert_array_equal(before["embedding"], after["embedding"])
     assert np.linalg.matrix_rank(after["head"] - before["head"], tol=1e-4) == 2
     with pytest.raises(ValueError, match="another model|optimizer|damaged"):

@@ -108,7 +108,7 @@ class Checkpoints(CheckpointReader):
 
     def _is_listed(self, step: int) -> bool:
         """Whether this process sees the files of a checkpoint by their names and sizes."""
-        return manifest.difference_of_sizes(self.names.of_step(step)) is None
+        return manifest.damage(self.names.of_step(step), part=None) is None
 
     def _harm_once_shown(self, step: int, part: tuple[int, int], listed: bool) -> str | None:
         """`_harm`, after a wait for the files that process 0 sees if they are `listed` there."""
@@ -128,7 +128,7 @@ class Checkpoints(CheckpointReader):
         """
         with durable.explaining("renamed or deleted", self.folder):
             for step, harm in self._damaged.items():
-                aside = self.names.unused(f"damaged.{step}")
+                aside = durable.unused(self.folder / f"damaged.{step}")
                 durable.rename(self.names.of_step(step), aside)
                 say(
                     f"note: checkpoint {step} is damaged ({harm}) and is {aside} now; this run "
