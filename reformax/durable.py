@@ -163,6 +163,15 @@ def rename(old: Path, new: Path) -> None:
     sync_folder(new.parent)
 
 
+def unused(path: Path) -> Path:
+    """The path, with a number after it where the name is taken."""
+    found, n = path, 1
+    while os.path.lexists(found):
+        n += 1
+        found = path.with_name(f"{path.name}.{n}")
+    return found
+
+
 def sync_folder(folder: Path) -> None:
     """Flushes the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -59,7 +59,10 @@ MAY_IMPORT = {
 # The only modules of the package that import each of these.
 SOLE_IMPORTERS = {
     "trax": ["reformax/layers/_trax.py"],
-    "gin": [f"reformax/cli/{name}.py" for name in ("config", "lookup", "parsed", "reading")],
+    "gin": [
+        f"reformax/cli/{name}.py"
+        for name in ("config", "lookup", "parsed", "reading", "statements")
+    ],
 }
 
 

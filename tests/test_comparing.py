@@ -11,7 +11,8 @@ from pathlib import Path
 import gin
 import pytest
 
-from reformax.cli import errors, reading, runs, sweep, train
+from reformax.cli import errors, runs, sweep, train
+from reformax.cli import statements as statements_lib
 from tests.training.scripts import call
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ NAMES = [f"d_model={d},noise={noise}" for d in (4, 6) for noise in (0.1, 0.2)]
 
 
 def statements(text):
-    return reading.read_statements(text, "grid.gin")
+    return statements_lib.read(text, "grid.gin")
 
 
 def test_lists_are_a_grid_and_other_lines_are_the_same_in_all_runs():

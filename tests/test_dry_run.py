@@ -101,17 +101,6 @@ def test_changes_are_told_before_compiling(call, tmp_path):
 
 
 @pytest.mark.slow
-def test_tokenizing_is_said_when_it_begins(call, tmp_path):
-    (tmp_path / "text").write_text("the cat sat on the mat and the dog ran after it. " * 400)
-    flags = ["--config_file=reformer_text.gin", "--data_dir=text", "--output_dir=run"]
-    flags += [f"--config={x}" for x in TINY]
-    flags += ["--config=vocab_size=300", "--config=loop.train.eval_tokens=64"]
-    code, out, err = call(*flags)
-    assert code == 0, err
-    assert out.index("tokenizing\n") < out.index("\ncompiling\n")
-
-
-@pytest.mark.slow
 def test_tokenizing_is_said_before_a_vocabulary_of_translation_is_learnt(
     call, tmp_path, monkeypatch, capsys
 ):

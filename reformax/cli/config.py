@@ -3,8 +3,9 @@
 Overrides see the imports of all files. A module of this package, or else one of the working
 directory, needs no import line: `--config='loop.train.task=@text.text()'`.
 
-The steps, each in a file and importing those before it: `reading` reads one text, `lookup` finds
-values by name, `parsed` builds what the config names, and this file parses all that a command gets.
+The steps, each in a file and importing those before it: `statements` finds those of one text,
+`reading` reads them into gin's config, `lookup` finds values by name, `parsed` builds what the
+config names, and this file parses all that a command gets.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from reformax.cli import (
     parsed,
     reading,
     short_names,
+    statements,
     trax_config,
     trust,
 )
 from reformax.cli.lookup import TRAIN
 from reformax.cli.overrides import Override, override_of
-from reformax.cli.reading import ConfigError
+from reformax.cli.statements import ConfigError
 from reformax.declared import shown, user_path
 
 MOST = 2**20  # bytes of a config file
@@ -70,7 +72,7 @@ def parse(
         if configs.is_packaged(path):
             reading.read_file(path, folders)
         else:
-            trax_config.refuse(config_file, reading.statements_of(path))
+            trax_config.refuse(config_file, statements.read_file(path))
             new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
@@ -180,7 +182,7 @@ def settings_of(config_file: str) -> dict[str, str]:
     path = _find(config_file)
     if configs.is_packaged(path):
         return {}
-    found = reading.statements_of(path)
+    found = statements.read_file(path)
     alias = re.compile(rf"^(.*/)?({'|'.join(map(re.escape, found.aliases))})(?=\.)")
 
     def whole(name: str) -> str:

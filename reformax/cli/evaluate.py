@@ -128,7 +128,7 @@ def _evaluate(args) -> int:
         result |= _hashes(args, saved, task, sizes, score)
         files.write_result(name, result)
     if args.by_position:
-        result |= _by_position(args, saved, task, files, sizes, options["loss_chunk_len"])
+        result |= _by_position(args, saved, task, files, sizes, options)
         files.write_result(name, result)
     if task.translation is not None and args.beam_size != 0:
         scores = _translate(args, saved, task.translation, files)
@@ -286,24 +286,14 @@ def _hashes(
 
 
 def _by_position(
-    args, saved: saved_run.Saved, task, files, sizes: dict[str, int], loss_chunk_len: int | None
+    args, saved: saved_run.Saved, task, files, sizes: dict[str, int], options: dict[str, Any]
 ) -> dict[str, Any]:
     """Prints and draws the bits by position."""
     from reformax.training import by_position
     from reformax.training.loss import metric_name
 
-    bands = by_position.by_position(
-        saved.model,
-        saved.params,
-        task,
-        args.split,
-        batch_size=sizes["batch_size"],
-        length=sizes["length"],
-        seed=args.seed,
-        max_tokens=args.tokens,
-        loss_chunk_len=loss_chunk_len,
-        mesh=saved.mesh,
-    )
+    own = {name: x for name, x in (sizes | options).items() if name not in ("stride", "progress")}
+    bands = by_position.by_position(saved.model, saved.params, task, args.split, **own)
     metric = metric_name(task)
     others = dict(seed=args.seed, config=args.config, tokens=args.tokens, data_dir=args.data_dir)
     stem = f"by_position_{args.split}"

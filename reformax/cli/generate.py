@@ -139,12 +139,12 @@ def parser():
 def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
     from reformax.cli import generated_text, generation_settings
-    from reformax.generation import decoding
+    from reformax.generation import alphabets, decoding
 
     vocabulary = saved_run.vocabulary_of(saved)
     alphabet = prompts.alphabet(saved.model.vocab_size, vocabulary)
     template = prompts.chat_template(vocabulary) if args.chat else None
-    read = ("task", "text.text.offset") if isinstance(alphabet, prompts.ByteAlphabet) else ()
+    read = ("task", "text.text.offset") if isinstance(alphabet, alphabets.ByteAlphabet) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     settings = generation_settings.of_checkpoint(saved.info)
     options = flags.with_defaults(args, CONTINUE | generation_settings.sampling(settings))
@@ -176,14 +176,14 @@ def _devices(options: dict[str, Any], saved: saved_run.Saved) -> dict[str, Any]:
 def _draw(args, saved: saved_run.Saved) -> int:
     """Writes whole images of a language model of their bytes."""
     from reformax.cli import pictures
-    from reformax.generation import decoding
+    from reformax.generation import alphabets, decoding
 
     length = saved.run["length"]
     pictures.side_of(length)
-    if saved.model.vocab_size != prompts.N_BYTES:
+    if saved.model.vocab_size != alphabets.N_BYTES:
         raise SettingError(
             f"--png needs a run of images and this one's model has {saved.model.vocab_size} ids: "
-            f"expected {prompts.N_BYTES}, the bytes"
+            f"expected {alphabets.N_BYTES}, the bytes"
         )
     report.note_unused(args.config, saved_run.MODEL, file=sys.stderr)
     options = flags.with_defaults(args, CONTINUE)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reformax.cli.prompts import Alphabet
 from reformax.cli.report import counted
+from reformax.generation.alphabets import Alphabet
 
 
 def write(
@@ -24,7 +24,7 @@ def write(
     Args:
       blocks: the new tokens of all rows, arrays [B, n]; see `generation.stream`.
       prompts: the B prompts, tokens each.
-      alphabet: see `prompts`.
+      alphabet: see `generation.alphabets`.
       quiet: whether to leave the speed out.
       ends: tokens that end a row, and are not written.
 

@@ -31,6 +31,7 @@ from reformax.cli import compilation_cache, generation_settings, prompts, saved_
 from reformax.declared import AnySeed, PathName, SettingError, Size, check, shown
 from reformax.evals.harness import HarnessRequests
 from reformax.evals.likelihood import LanguageScorer
+from reformax.generation import alphabets
 
 NAME = "reformax"
 _DEVICE = "cuda:0"  # what the harness's command says where --device is not given
@@ -169,7 +170,7 @@ def parts_of(
     )
     vocabulary = saved_run.vocabulary_of(saved)
     alphabet = prompts.alphabet(model.vocab_size, vocabulary)
-    if isinstance(alphabet, prompts.NumberAlphabet):
+    if isinstance(alphabet, alphabets.NumberAlphabet):
         raise SettingError(
             f"output_dir={saved.folder} is of a model with {model.vocab_size} ids and no "
             "vocabulary, which reads no text: give a run of bytes or of pieces"

@@ -117,8 +117,8 @@ def owner_of(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of `own_text`."""
-    return next(iter(own_text(error).splitlines()), "")
+    """The first line of `own_text` without a full stop; the error's type where there is none."""
+    return (own_text(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 # What configs name: modules of these packages, and these of others.
@@ -69,17 +68,6 @@ def reference(name: str) -> str | None:
         return None
     is_model = isinstance(found, type) and not packages[module].startswith("reformax.ops")
     return f"@{module}.{attribute}{'' if is_model else '()'}"
-
-
-def ops() -> dict[str, Callable]:
-    """The ops' classes, by their names: 'lsh' of @lsh.lsh()."""
-    found = {}
-    for name, package in _packages().items():
-        if package == "reformax.ops":
-            module = importlib.import_module(f"{package}.{name}")
-            if callable(make := getattr(module, name, None)):
-                found[name] = make
-    return found
 
 
 def find_in_working_directory() -> None:

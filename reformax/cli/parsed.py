@@ -13,7 +13,7 @@ import gin
 
 from reformax.cli import lookup
 from reformax.cli.overrides import override_of
-from reformax.cli.reading import ConfigError
+from reformax.cli.statements import ConfigError
 from reformax.declared import check_all, hints_of
 
 # Macros that `described` read: gin does not note what is read and not called.
@@ -25,6 +25,17 @@ class Reference(NamedTuple):
 
     function: Callable
     arguments: dict[str, Any]  # those that the config sets
+
+
+def comparable(value: Any) -> Any:
+    """A value of `described` for comparison: references as tables, with defaults filled in."""
+    if isinstance(value, Reference):
+        parameters = inspect.signature(value.function).parameters.items()
+        defaults = {"the function": value.function} | {name: x.default for name, x in parameters}
+        value = defaults | value.arguments
+    if isinstance(value, dict):
+        return {name: comparable(x) for name, x in value.items()}
+    return [*map(comparable, value)] if isinstance(value, list | tuple) else value
 
 
 def forget() -> None:

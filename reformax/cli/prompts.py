@@ -1,9 +1,4 @@
-"""Reads prompts and writes tokens as text, for models of bytes, of pieces of words and of numbers.
-
-An alphabet turns a prompt into tokens, and tokens into text as they come. A model of bytes reads
-and writes UTF-8; byte 0 is its token `offset`, and ids below are reserved. A model of pieces has
-the vocabulary of its run. Every other model reads and writes numbers separated by spaces.
-"""
+"""Reads prompts, and finds the alphabet and the template that the parsed config reads them by."""
 
 from __future__ import annotations
 
@@ -11,21 +6,17 @@ import argparse
 import codecs
 import os
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from reformax.cli import flags
 from reformax.declared import PathName, SettingError
 
 if TYPE_CHECKING:
     from reformax.data.chat_templates import Written
+    from reformax.generation.alphabets import Alphabet
 
 MOST = 2**28  # bytes of a prompt or of lines to translate
-_CHARACTER = 8  # pieces: a character has at most 4 bytes
-N_BYTES = 256  # the vocabulary of a model of bytes, without reserved ids
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +90,7 @@ def read_lines(args: argparse.Namespace) -> list[str]:
 def offset(vocab_size: int) -> int | None:
     """The token of byte 0 in the parsed config's task; None if the model is not one of bytes."""
     from reformax.cli import config, parsed
+    from reformax.generation.alphabets import N_BYTES
     from reformax.training import loop
 
     try:
@@ -142,16 +134,6 @@ def chat_template(vocabulary: Any = None) -> Written:
     return chat_templates.chosen(name, alphabet, "chats.chats")
 
 
-class Alphabet(Protocol):
-    """Encodes prompts and decodes tokens of a model."""
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of a prompt; `ValueError` for what the model cannot read."""
-
-    def stream(self) -> Callable[[Sequence[int], bool], str]:
-        """A function of the next tokens and whether they are the last; returns what is complete."""
-
-
 def alphabet(vocab_size: int, vocabulary: Any = None) -> Alphabet:
     """The alphabet of the parsed config's model.
 
@@ -159,80 +141,6 @@ def alphabet(vocab_size: int, vocabulary: Any = None) -> Alphabet:
       vocab_size: the model's.
       vocabulary: the run's `reformax.data.pieces.PieceVocabulary`, if it has one.
     """
-    if vocabulary is not None:
-        return PieceAlphabet(vocabulary)
-    first = offset(vocab_size)
-    return NumberAlphabet() if first is None else ByteAlphabet(first)
+    from reformax.generation.alphabets import alphabet_of
 
-
-class ByteAlphabet:
-    """UTF-8. The border after a document, byte 0, is written as a newline."""
-
-    def __init__(self, offset: int):
-        self._offset = offset
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of the bytes."""
-        return (np.frombuffer(text, np.uint8).astype(int) + self._offset).tolist()
-
-    def stream(self) -> Callable[[Sequence[int], bool], str]:
-        """Gives each character when all of its bytes are there; leaves reserved ids out."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-        def text(tokens: Sequence[int], final: bool) -> str:
-            known = bytes(t - self._offset for t in tokens if t >= self._offset)
-            return decoder.decode(known, final).replace("\0", "\n")
-
-        return text
-
-
-class PieceAlphabet:
-    """The pieces of a vocabulary."""
-
-    def __init__(self, vocabulary: Any):
-        self._vocabulary = vocabulary
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of a text in UTF-8."""
-        try:
-            return self._vocabulary.encode(text.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise SettingError(
-                f"the prompt is not UTF-8: byte {text[error.start]:#04x}: convert it, as with iconv"
-            ) from None
-
-    def stream(self) -> Callable[[Sequence[int], bool], str]:
-        """Gives the text of pieces that are whole characters together."""
-        before: list[int] = []  # decoded again: whether a space is written depends on it
-        waiting: list[int] = []
-
-        def text(tokens: Sequence[int], final: bool) -> str:
-            nonlocal before, waiting
-            waiting += tokens
-            whole = self._vocabulary.decode(before + waiting)
-            inside = whole.endswith("\ufffd") and len(waiting) < _CHARACTER
-            if inside and not final:
-                return ""
-            new = whole[len(self._vocabulary.decode(before)) :]
-            before, waiting = waiting or before, []
-            return new
-
-        return text
-
-
-class NumberAlphabet:
-    """Numbers separated by spaces."""
-
-    def encode(self, text: bytes) -> list[int]:
-        """The numbers of a prompt."""
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError:
-            raise SettingError(
-                f"prompt is {text.decode(errors='replace')!r}: this is no model of bytes, give "
-                "numbers apart by spaces"
-            ) from None
-
-    def stream(self) -> Callable[[Sequence[int], bool], str]:
-        """Gives every number at once."""
-        return lambda tokens, final: "".join(f"{token} " for token in tokens)
+    return alphabet_of(vocabulary, None if vocabulary is not None else offset(vocab_size))

@@ -1,66 +1,27 @@
-"""Reads the text of gin configs: as data, or statement by statement into gin's global config.
+"""Reads the text of gin configs, statement by statement, into gin's global config.
 
-gin's parser finds the statements. What they name is looked up here, so that every mistake is one
-line with its place and the nearest names. A module of this package, or else of the working
-directory, needs no import line. A file's imports bind names for this file alone.
+What statements name is looked up here, so that every mistake is one line with its place and the
+nearest names. A module of this package, or else of the working directory, needs no import line. A
+file's imports bind names for this file alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import io
-import tokenize
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import gin
-from gin.config_parser import (
-    BindingStatement,
-    ConfigParser,
-    ImportStatement,
-    IncludeStatement,
-    Location,
-    ParserDelegate,
-)
+from gin.config_parser import BindingStatement, ImportStatement, IncludeStatement, Location
 
-from reformax.cli import configs, messages, modules, trust
-from reformax.declared import SettingError
+from reformax.cli import configs, messages, modules, statements, trust
+from reformax.cli.statements import ConfigError, WrittenName
 
-_LONGEST = 300  # letters of a line in an error
 _NOWHERE = Location(None, 0, None, "")
 _DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, _NOWHERE)
-
-
-class ConfigError(SettingError):
-    """The config is wrong. One line gives the wrong name and the nearest right ones."""
-
-
-class Statements(NamedTuple):
-    """The statements of a config. In values, references and macros are their text."""
-
-    includes: list[str]
-    imports: list[str]
-    values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
-    aliases: dict[str, str]  # the modules that imports call otherwise
-
-
-class WrittenName(str):
-    """A reference or a macro: `repr` of a value that holds it is what a config has."""
-
-    __repr__ = str.__str__
-
-
-class _Texts(ParserDelegate):
-    """Makes references and macros their text."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> WrittenName:
-        return WrittenName(f"@{scoped_configurable_name}{'()' * evaluate}")
-
-    def macro(self, macro_name: str) -> WrittenName:
-        return WrittenName(f"%{macro_name}")
 
 
 class _Missing(ValueError):
@@ -71,78 +32,6 @@ class _Missing(ValueError):
         self.near = near
 
 
-class _File(io.StringIO):
-    """A text that gin reads as a file, with a name for its errors."""
-
-    def __init__(self, text: str, name: str | None):
-        super().__init__(text)
-        self.name = name
-
-
-# As data.
-
-
-def read_statements(text: str, source: str) -> Statements:
-    """Reads a config as data: nothing is imported, included or called.
-
-    Args:
-      text: the config.
-      source: the file that it is from, for errors.
-
-    Raises:
-      ConfigError: a line cannot be read.
-    """
-    found = Statements([], [], {}, {})
-    for statement in _statements(text, source):
-        match statement:
-            case IncludeStatement(filename=filename):
-                found.includes.append(filename)
-            case ImportStatement(module=module, alias=alias):
-                found.imports.append(module)
-                found.aliases.update({alias: module} if alias else {})
-            case BindingStatement(scope, selector, argument, value):
-                name = f"{scope}/{selector}" if scope else selector
-                found.values[f"{name}.{argument}" if argument else name] = value
-    return found
-
-
-def statements_of(path: str | Path) -> Statements:
-    """`read_statements` of a file."""
-    return read_statements(Path(path).read_text(errors="replace"), str(path))
-
-
-def _statements(text: str, source: str | None) -> Iterator[Any]:
-    """The statements of a text, as gin's parser has them; any error is a `ConfigError`."""
-    last = _printable(text.rstrip().rpartition("\n")[2])
-    try:
-        yield from ConfigParser(_File(text, source), _Texts())
-    except (RecursionError, MemoryError):
-        raise ConfigError(f"{last[-60:]}: a value is nested too deeply") from None
-    except tokenize.TokenError as error:
-        raise ConfigError(f"a bracket or a quote is open ({error.args[0]}): {last}") from None
-    except SyntaxError as error:
-        raise _of_syntax(error, last) from None
-    except (ValueError, TypeError) as error:  # such as a list as a key
-        raise ConfigError(f"{_first_line(error)}: {last}") from None
-
-
-def _printable(line: str) -> str:
-    """A line for an error: the config of a stranger's run may hold what a terminal obeys."""
-    line = "".join(c if c.isprintable() else "?" for c in line.strip())
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
-
-
-def _of_syntax(error: SyntaxError, line: str) -> ConfigError:
-    line = _printable(error.text or line)
-    of_python = str(error.filename).endswith(".py")  # a module that the config imports
-    found = None if of_python else messages.find(error)
-    said = found.line if found else str(error.msg).splitlines()[0].rstrip(".")
-    if line.startswith(("from ", "import ")) and not of_python:
-        said = "expected one module in an import line"
-    file = f" ({error.filename}, line {error.lineno})" if error.filename else ""
-    return ConfigError(f"{said}{file}: {line}".strip(": "))
-
-
 @contextlib.contextmanager
 def _at(place: Location) -> Iterator[None]:
     """Any error within is a `ConfigError` with this place."""
@@ -151,20 +40,13 @@ def _at(place: Location) -> Iterator[None]:
     except ConfigError:  # of a file that is included
         raise
     except SyntaxError as error:
-        raise _of_syntax(error, place.line_content) from None
+        raise statements.of_syntax(error, place.line_content) from None
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
-        first = _first_line(error)
+        first = messages.first_line(error)
         where = f" ({place.filename}, line {place.line_num})" if place.filename else ""
-        line = _printable(place.line_content)
+        line = statements.printable(place.line_content)
         line = f": {line}" if line and line not in first else ""
         raise ConfigError(f"{first}{where}{line}{getattr(error, 'near', '')}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-# Into gin's config.
 
 
 def read_file(path: str, folders: Sequence[str | Path] = (), above: Sequence[str] = ()) -> set[str]:
@@ -210,7 +92,7 @@ def read(
     with gin.config._parse_scope() as context:
         if source is None:
             _with_all_imports(context)
-        for statement in _statements(text, source):
+        for statement in statements.statements_in(text, source):
             with _at(statement.location):
                 match statement:
                     case IncludeStatement(filename=filename):

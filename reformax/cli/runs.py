@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.cli import flags, reading
+from reformax.cli import flags, statements
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
 from reformax.training.folder import OF_WORDS
@@ -101,7 +101,7 @@ def _read(folder: Path, name: str) -> RecordedRun:
     metric = next((m for m in METRICS if any(m in line for line in lines)), METRICS[0])
     path = folder / "config.gin"
     text = path.read_text(errors="replace") if path.is_file() else ""
-    values = reading.read_statements(text, str(path)).values
+    values = statements.read(text, str(path)).values
     return RecordedRun(name, {name: repr(value) for name, value in values.items()}, metric, lines)
 
 

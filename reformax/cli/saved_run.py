@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from reformax import durable
-from reformax.cli import differences
 from reformax.declared import SettingError
 
 # The settings of a run that building its model, and placing it, takes.
@@ -266,19 +266,17 @@ def _parse(
     from reformax.cli import parsed
     from reformax.training import loop
 
-    described: dict[int, Any] = {}
+    models: dict[int, dict[str, Any]] = {}
     for step, text in configs.items():
         parse(checkpoints, step, text, overrides, **options)
         if len(configs) > 1:
-            described[step] = parsed.described(loop.train, "model")
-    steps = list(described)
-    for one, other in zip(steps, steps[1:], strict=False):
-        difference = differences.first(described[one], described[other])
-        if difference is not None:
-            name, first, second = difference
+            models[step] = parsed.comparable(parsed.described(loop.train, "model"))
+    for one, other in itertools.pairwise(models):
+        names = [name for name, x in models[one].items() if models[other].get(name) != x]
+        if names:
             raise SettingError(
-                f"average:{len(steps)} is of several models: {name} is {first} at step {one} and "
-                f"{second} at step {other}: average the checkpoints after step {one} alone"
+                f"average:{len(models)} is of several models: {names[0]} of step {one} is not that "
+                f"of step {other}: average the checkpoints after step {one} alone"
             )
 
 

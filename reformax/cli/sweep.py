@@ -38,7 +38,8 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, errors, flags, messages, modules, parsed, reading, runs, typed
+from reformax.cli import config, errors, flags, messages, modules, parsed, runs, typed
+from reformax.cli.statements import Statements, read_file
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -105,10 +106,10 @@ def parser() -> flags.Parser:
     return parser
 
 
-def _read(file: Path) -> reading.Statements:
+def _read(file: Path) -> Statements:
     if not file.is_file():
         raise SettingError(f"no file {file}: give a file of settings, some of them lists")
-    statements = reading.statements_of(file)
+    statements = read_file(file)
     for module in statements.imports:
         if (
             module != "__gin__.dynamic_registration"
@@ -124,7 +125,7 @@ def _found(name: str, file: Path) -> str:
     return str(neighbour) if neighbour.is_file() else name
 
 
-def grid(statements: reading.Statements, file: str) -> list[Member]:
+def grid(statements: Statements, file: str) -> list[Member]:
     """The members of the grid, the last line's values changing first.
 
     Raises:

@@ -61,7 +61,7 @@ _OTHERS = {
 
 
 def is_trax(statements) -> bool:
-    """Whether a config, read by `reading.read_statements`, is one of Trax."""
+    """Whether a config, read by `statements.read`, is one of Trax."""
     if any(module.split(".")[0] in ("trax", "tensor2tensor") for module in statements.imports):
         return True
     if "__gin__.dynamic_registration" in statements.imports:

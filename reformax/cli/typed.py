@@ -6,23 +6,21 @@ says what each is called: the macro that it is set to, or else module.function.a
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection
 
-from reformax.cli import lookup, modules
+from reformax.cli import lookup
 
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
 _OF_EVALUATION = re.compile(r"evaluations\['([^']+)'\]\.(\w+)")
-_OP = re.compile(r"(?:an op|one) whose (\w+) (?:is|include) (\w+)(?:, such as [\w.]+\(\))?")
+_CALL = re.compile(r"(?<=such as )\w+\.\w+\(\)")
 # Arguments of parts whose user knows the model's alone.
 _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
-_MOST = 4  # ops that a line names
 
 
 def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
-    """The line with settings named as --config takes them, and ops in place of what they can do.
+    """The line with settings, and calls of what is given instead, as --config takes them.
 
     Args:
       line: the error's.
@@ -36,7 +34,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
         return match[1] if stays else name_of(match[1], owner) or match[1]
 
     line = _OF_EVALUATION.sub(lambda x: lookup.name_in_evaluation(x[1], x[2]) or x[0], line)
-    line = _OP.sub(lambda match: _ops_that(match[1], match[2]) or match[0], line)
+    line = _CALL.sub(r"@\g<0>", line)
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
     )  # settings are outside of these; a run's name is one of them
@@ -64,22 +62,3 @@ def name_of(name: str, of: str = "") -> str | None:
             if full.startswith(prefix):
                 return lookup.macro_of(full) or full
     return (lookup.macro_of(found[0]) or found[0]) if len(found) == 1 else None
-
-
-@functools.cache
-def _ops_that(attribute: str, value: str) -> str | None:
-    """'@dense.dense() or @flash.flash()': the ops that can do it with their default options."""
-    found = []
-    for name, make in modules.ops().items():
-        try:
-            found_value = getattr(make(), attribute)
-        except (TypeError, ValueError, AttributeError):  # it needs arguments, or is no op
-            continue
-        if value in (found_value if isinstance(found_value, tuple) else (str(found_value),)):
-            found.append(f"@{name}.{name}()")
-    common = [f"@{name}.{name}()" for name in ("dense", "flash", "local", "lsh")]
-    found.sort(key=lambda op: (op not in common, op))
-    if not found:
-        return None
-    *first, last = found[:_MOST]
-    return f"{', '.join(first)} or {last}" if first else last

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax.cli import config, reading, trax_config
+from reformax.cli import config, trax_config
+from reformax.cli.statements import Statements, WrittenName, read_file
 from reformax.convert.spec import Op, Spec
 from reformax.data import files
 from reformax.declared import shown
@@ -155,10 +156,10 @@ def read(path: Path, vocab_size: int | None = None) -> Read:
     return Read(spec, bound.notes())
 
 
-def _statements(path: Path) -> reading.Statements:
+def _statements(path: Path) -> Statements:
     if (size := files.check_ordinary(path)) > config.MOST:
         raise ValueError(f"{path} has {size:,} bytes: expected at most {config.MOST:,}")
-    return reading.statements_of(path)
+    return read_file(path)
 
 
 class _Bound:
@@ -186,7 +187,7 @@ class _Bound:
         found = trax_config.resolved(self._values, value)
         if found is not value:
             return self.value(found)
-        if isinstance(value, reading.WrittenName) and value.startswith("%"):
+        if isinstance(value, WrittenName) and value.startswith("%"):
             raise ValueError(f"{self.where} uses {value}, which it does not set")
         return value
 

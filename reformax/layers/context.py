@@ -92,7 +92,7 @@ def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     if not op.divides_heads:
         raise SettingError(
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
-            "context=1, or an op whose shards include heads"
+            "context=1, or an op whose shards include heads, such as dense.dense()"
         )
     n_heads, n_kv_heads = qkv.q.shape[2], qkv.v.shape[2]
     if n_kv_heads > n_heads:

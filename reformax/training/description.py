@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
 from reformax import memory
+from reformax.declared import Bounds, fits
 from reformax.training import manifest
 
 FORMAT = 3
@@ -64,8 +65,8 @@ def read(folder: Path, step: int) -> dict[str, Any]:
             f"{folder} has checkpoint format {description['format']} and this version reads "
             f"{FORMAT}: it was written with reformax {version}, install that version to read it"
         )
-    for name, (fits, what) in _FIELDS.items():
-        if name not in description or not fits(description[name]):
+    for name, (hint, what) in _FIELDS.items():
+        if name not in description or not fits(description[name], hint):
             raise manifest.Damaged(f"{FILE} has no {name} that is {what}")
     if description["step"] != step:
         raise manifest.Damaged(f"{FILE} is of step {description['step']}")
@@ -84,42 +85,30 @@ def most_bytes(description: dict[str, Any]) -> int:
     return 2 * memory.size_of(tensors) + 2**14 * len(tensors) + 2 * manifest.MOST
 
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and value >= 0
+class _OfNumbers:
+    """The declaration of a dtype's name: of NumPy's or JAX's numbers, of 16 bytes at most."""
+
+    def hold(self, name: str) -> bool:
+        try:
+            found = np.dtype(name)
+        except (TypeError, ValueError, SyntaxError):
+            return False
+        return found.kind in "biufcV" and found.type is not np.void and found.subdtype is None
 
 
-def _is_score(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
-
-
-def _is_table(value: Any) -> bool:
-    """Whether it is names, each with the shape and the dtype of a tensor."""
-    return isinstance(value, dict) and all(map(_is_shaped, value.values()))
-
-
-def _is_shaped(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)):
-        return False
-    return isinstance(value[1], str) and _is_number(value[1]) and all(map(_is_step, value[0]))
-
-
-def _is_number(dtype: str) -> bool:
-    """Whether it is one of NumPy's or JAX's dtypes of numbers, which have 16 bytes at most."""
-    try:
-        found = np.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError):
-        return False
-    return found.kind in "biufcV" and found.type is not np.void and found.subdtype is None
-
-
+_Whole = Annotated[int, Bounds(0)]
+# The fields, and what each is in words.
 _FIELDS = {
-    "step": (_is_step, "a whole number"),
-    "previous": (lambda value: value is None or _is_step(value), "a step or null"),
-    "score": (_is_score, "a finite number or null"),
-    "config": (lambda value: value is None or isinstance(value, str), "a text or null"),
-    "extra": (lambda value: isinstance(value, dict), "a table"),
-    "tensors": (_is_table, "a table of shapes and dtypes"),
-    "packages": (lambda value: isinstance(value, dict), "a table of versions"),
+    "step": (_Whole, "a whole number"),
+    "previous": (_Whole | None, "a step or null"),
+    "score": (float | None, "a finite number or null"),
+    "config": (str | None, "a text or null"),
+    "extra": (dict, "a table"),
+    "tensors": (
+        Mapping[str, tuple[Sequence[_Whole], Annotated[str, _OfNumbers()]]],
+        "a table of shapes and dtypes",
+    ),
+    "packages": (dict, "a table of versions"),
 }
 
 

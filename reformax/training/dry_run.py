@@ -127,13 +127,11 @@ def _capacities(
         except jax.errors.JaxRuntimeError:  # the compiler's, of arrays that are too large
             return 2**62
 
-    def search(name: str, unit: int, most: int, guess: Any = None) -> capacity.Capacity:
+    def search(name: str, unit: int, most: int) -> capacity.Capacity:
         begin = getattr(stage, name), found.total
-        return capacity.search(
-            partial(bytes_at, name), begin, found.state, limit, unit, most, guess
-        )
+        return capacity.search(partial(bytes_at, name), begin, found.state, limit, unit, most)
 
-    length, guess = None, None
+    length = None
     if only:
         yield f"longest sequence that fits: not sought, the task has no longer ones: {only}"
     else:
@@ -142,10 +140,8 @@ def _capacities(
         length = search("length", unit, longest)
         words = _words(length, f"{stage.batch_size:,} x {{:,}} tokens")
         yield f"longest sequence that fits: {words}"
-        if length.fits:  # as many tokens need about as many bytes, where attention is not dense
-            guess = length.fits * stage.batch_size // stage.length, length.n_bytes
     rows = settings.accumulate * devices.n_row_shards(mesh)
-    batch_size = search("batch_size", rows, LARGEST // stage.length, guess)
+    batch_size = search("batch_size", rows, LARGEST // stage.length)
     yield f"largest batch that fits: {_words(batch_size, f'{{:,}} x {stage.length:,} tokens')}"
     n = batch_size.n_programs + (length.n_programs if length else 0)
     yield f"{n} more sizes compiled in {time.monotonic() - started:.0f} s"

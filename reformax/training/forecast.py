@@ -1,27 +1,22 @@
-"""Forecasts the memory and the time of a run.
+"""Forecasts the memory of a step.
 
 The products of matrices in a step's program are known before it is compiled. Their largest result
-is in memory at some time, whatever the compiler fuses, and their arithmetic is the least that the
-device has to do. The compiled program states its memory.
+is in memory at some time, whatever the compiler fuses. The compiled program states its memory.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from reformax import memory
 
-DAY = 86_400.0  # seconds
-# No machine that trains multiplies matrices more slowly, in operations per second.
-_SLOWEST = 1e10
+_FIX = "batch_size or length, raise accumulate, or take a smaller model"
 
 
 class Products(NamedTuple):
@@ -114,48 +109,3 @@ def bytes_of(stats: Any) -> int:
     """The bytes that a program takes, by XLA's `memory_analysis` of it."""
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return held + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-
-
-_FIX = "batch_size or length, raise accumulate, or take a smaller model"
-
-
-def long_run(flops: float, n_devices: int) -> str | None:
-    """A line on a run of more than a day; None for a shorter one.
-
-    Args:
-      flops: of the products of matrices that are left to do, on all devices.
-      n_devices: that share them.
-    """
-    if flops / n_devices < DAY * _SLOWEST:
-        return None  # nothing has to be measured
-    speed = n_devices * _speed()
-    if flops / speed < DAY:
-        return None
-    return (
-        f"note: this run takes {duration(flops / speed)} or more: {flops:.1e} operations at the "
-        f"{speed / 1e9:,.0f} GFLOP/s that this machine has in products of matrices"
-    )
-
-
-def _speed() -> float:
-    """Operations per second of a device in a product of matrices, the best of three."""
-    on_cpu = jax.default_backend() == "cpu"
-    n, dtype = (1024, jnp.float32) if on_cpu else (4096, jnp.bfloat16)
-    matrix = jnp.ones((n, n), dtype)
-    multiply = jax.jit(jnp.matmul)
-    multiply(matrix, matrix).block_until_ready()
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        multiply(matrix, matrix).block_until_ready()
-        seconds.append(time.perf_counter() - begin)
-    return 2 * n**3 / min(seconds)
-
-
-def duration(seconds: float) -> str:
-    """A time in words, to about two digits."""
-    for unit, size in (("days", DAY), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 1.5 * size:
-            n = seconds / size
-            return f"{n:,.1f} {unit}" if n < 10 else f"{n:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"

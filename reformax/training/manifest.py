@@ -47,28 +47,26 @@ def write(folder: Path, files: Mapping[str, dict[str, int]] | None = None) -> No
     durable.write(folder / FILE, json.dumps(noted, indent=1).encode())
 
 
-def damage(folder: Path, most: int | None = None, part: tuple[int, int] = (0, 1)) -> str | None:
+def damage(
+    folder: Path, most: int | None = None, part: tuple[int, int] | None = (0, 1)
+) -> str | None:
     """The first difference between the files and the manifest, in words; None if there is none.
 
     Args:
       folder: has them.
       most: the bytes that all may have; sizes are compared before anything is read.
-      part: a number and a count: all sizes are compared, and this part of the contents.
+      part: a number and a count: all sizes are compared, and this part of the contents; None: no
+        contents.
 
     Raises:
       OSError: a file cannot be read, which says nothing about its content.
     """
-    return _difference(_compare, folder, most, part)
-
-
-def difference_of_sizes(folder: Path) -> str | None:
-    """The first difference of names and sizes; takes and raises as `damage` does."""
-    return _difference(_compare_sizes, folder)
-
-
-def _difference(compare: Callable, *args) -> str | None:
     try:
-        compare(*args)
+        noted = _compare_sizes(folder, most)
+        # The largest first: parts have like numbers of bytes.
+        largest = sorted(noted, key=lambda name: noted[name]["size"], reverse=True)
+        for name in largest[part[0] :: part[1]] if part else ():
+            _check(name, fingerprint(folder / name), noted[name])
     except Damaged as error:
         return str(error)
     except FileNotFoundError as error:  # another process deleted it just now
@@ -76,14 +74,7 @@ def _difference(compare: Callable, *args) -> str | None:
     return None
 
 
-def _compare(folder: Path, most: int | None, part: tuple[int, int]) -> None:
-    noted, (number, count) = _compare_sizes(folder, most), part
-    # The largest first: parts have like numbers of bytes.
-    for name in sorted(noted, key=lambda name: noted[name]["size"], reverse=True)[number::count]:
-        _check(name, fingerprint(folder / name), noted[name])
-
-
-def _compare_sizes(folder: Path, most: int | None = None) -> dict[str, dict[str, int]]:
+def _compare_sizes(folder: Path, most: int | None) -> dict[str, dict[str, int]]:
     """Compares names and sizes; returns the manifest."""
     manifest, there = _read(folder), names(folder) - {FILE}
     if missing := manifest.keys() - there:

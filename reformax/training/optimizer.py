@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -103,12 +103,21 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       schedules: all of them.
       of_rates: schedules -> the transformation.
       reads: a tree of gradients -> those that it uses, with None for others.
+      width: the `d_model` that its rates are for; None: any.
     """
 
     learning_rate: optax.Schedule
     schedules: tuple[optax.Schedule, ...] = ()
     of_rates: Callable[..., optax.GradientTransformation]
     reads: Callable = staticmethod(lambda gradients: gradients)
+    width: int | None = None
+
+
+def check_width(optimizer: optax.GradientTransformation, model: Any) -> None:
+    """Raises `SettingError` for an optimizer of models of another width than this one's."""
+    width, d_model = getattr(optimizer, "width", None), getattr(model, "d_model", None)
+    if None not in (width, d_model) and width != d_model:
+        raise SettingError(f"width is {width}: expected that of the model, d_model={d_model}")
 
 
 def build(
@@ -360,8 +369,9 @@ def muon(
       matrices: a regular expression, found in the names of Muon's matrices.
       no_decay: as in `adamw`.
       width, base_width: the model's `d_model`, and that of a smaller model whose rates these are;
-        None: they are this one's. See `rates_by_width`. The record has them as they are given.
-        Weight decay, which a rate multiplies, falls with it.
+        None: they are this one's. See `rates_by_width`. Training refuses a `width` that is not the
+        model's. The record has the rates as they are given. Weight decay, which a rate multiplies,
+        falls with it.
 
     Raises:
       SettingError: no trained parameter's name has `matrices` in it, when the state is made; or one
@@ -393,7 +403,9 @@ def muon(
         return optax.partition(transforms, functools.partial(_groups, matrices, readouts))
 
     others = () if adam_learning_rate is None else (adam_learning_rate,)
-    return _optimizer(learning_rate, clip, of_rates, *others)
+    optimizer = _optimizer(learning_rate, clip, of_rates, *others)
+    optimizer.width = width
+    return optimizer
 
 
 def rates_by_width(width: int, base_width: int, rms: float | None) -> tuple[float, float]:

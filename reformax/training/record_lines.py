@@ -210,21 +210,15 @@ class RecordLines:
         lost = unreadable if noted is None else max(noted["lines"] - n_kept, unreadable)
         if step == 0 or lost == noted_before or (noted is None and not lost):
             return kept
-        aside = self._set_aside(found) if found else None
+        aside = durable.unused(self._path.with_name(f"{self._path.name}.damaged"))
+        if found:
+            durable.write(aside, found)
         what = f"{lost} lines up to step {step} are lost" if lost else "lines have changed"
         self._say(
             f"note: {self._path} is not what the checkpoint of step {step} noted: {what}, "
-            f"{n_kept} are kept" + (f"; the file as it was is {aside}" if aside else "")
+            f"{n_kept} are kept" + (f"; the file as it was is {aside}" if found else "")
         )
         return [*kept, _text({"step": step, "tag": "note", "split": "note", "lost_lines": lost})]
-
-    def _set_aside(self, found: bytes) -> Path:
-        path, n = self._path.with_name(f"{self._path.name}.damaged"), 1
-        while os.path.lexists(path):
-            n += 1
-            path = self._path.with_name(f"{self._path.name}.damaged.{n}")
-        durable.write(path, found)
-        return path
 
 
 def read(path: Path) -> list[dict[str, Any]]:

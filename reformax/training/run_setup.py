@@ -7,7 +7,7 @@ it. Its memory and time are reported before it uses them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,13 +17,14 @@ import jax
 from jax.sharding import Mesh
 
 from reformax import devices, memory
-from reformax.buffers import HISTORY, trained
+from reformax.buffers import trained
 from reformax.declared import SettingError
 from reformax.training import (
     evaluation,
     fingerprints,
     forecast,
     kept_mass,
+    optimizer,
     samples,
     starting_weights,
     truncated_backprop,
@@ -34,6 +35,7 @@ from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluations import data_key
 from reformax.training.fine_tuning import FineTuning
+from reformax.training.named_tensors import as_tree, named
 from reformax.training.record import Record
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import TrainSettings, build
@@ -109,6 +111,7 @@ def models_of(settings: TrainSettings) -> Models:
     if (every := settings.report_kept_mass_every) is not None:
         kept_mass.check_model(train[-1], f"report_kept_mass_every is {every}")
     models = Models(train, settings.built("eval"))
+    optimizer.check_width(settings.optimizer, models.eval)
     for other in settings.other_evaluations:
         with naming(other):
             evaluation.check_model(models.eval, other.task)
@@ -207,9 +210,9 @@ def first_states(
     Raises:
       SettingError: the model of a stage has other parameters, or its `fine_tuning` names none.
     """
-    optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
+    built, ema = settings.built_optimizer, settings.ema_decay > 0
     inits = [
-        step_lib.init_fn(model, optimizer, (stage.batch_size, stage.length), ema)
+        step_lib.init_fn(model, built, (stage.batch_size, stage.length), ema)
         for model, stage in zip(models.train, settings.all_stages, strict=True)
     ]
     init, like = inits[-1], jax.eval_shape(inits[-1], key)
@@ -265,37 +268,26 @@ def _first_state(
         )
     names = backbone if settings.fresh_heads else None
     weights = starting_weights.read(settings.init_from, like, vocabulary, names, settings.fresh_ops)
-    params, (folder, step), converted = weights
+    read, (folder, step), converted = weights
+    missing = named(like).keys() - named(read).keys()  # drawn, as in a run without init_from
+    drawn = step_lib.jit_once(
+        lambda key: {n: x for n, x in named(init(key).params).items() if n in missing}
+    )
+    fresh = jax.device_get(drawn(key)) if missing else {}
+    params = as_tree(named(read) | fresh, like, "")
     what = "the weights"
-    wanted = like if names is None else {name: like[name] for name in params}
-    if len(jax.tree.leaves(params)) < len(jax.tree.leaves(wanted)):
-        called = starting_weights.OP, HISTORY
-        own = step_lib.jit_once(
-            lambda key: starting_weights.parts_called(called, init(key).params, True)
-        )
-        own = jax.device_get(own(key))
-        own = own if names is None else {name: own[name] for name in params}
-        params = jax.tree.map(
-            lambda x, fresh: fresh if x is None else x, params, own, is_leaf=lambda x: x is None
-        )
     if settings.fresh_ops:
         what = "the weights, but for fresh ones of attention algorithms,"
     if settings.fresh_heads:
-        fresh = step_lib.jit_once(lambda key: _without(init(key).params, names))
-        heads = jax.device_get(fresh(key))
-        taken, params = params, params | heads
-        what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(taken)}"
+        heads = [name for name in like if name not in read]
+        what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(read)}"
         what += " without attention algorithms' own" * settings.fresh_ops
-    optimizer, ema = settings.built_optimizer, settings.ema_decay > 0
-    first = partial(step_lib.first_state, optimizer=optimizer, ema=ema)
+    built, ema = settings.built_optimizer, settings.ema_decay > 0
+    first = partial(step_lib.first_state, optimizer=built, ema=ema)
     placement = devices.placement(jax.eval_shape(first, params), mesh)
     state = jax.jit(first, out_shardings=placement)(params)
     words = f"with {what} of {folder} after step {step} "
     return state, words, None if settings.fresh_heads or settings.fresh_ops else converted
-
-
-def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: x for name, x in params.items() if name not in names}
 
 
 def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
@@ -339,9 +331,8 @@ def compiled(
     batches: Iterator,
     batch: Callable[[ResolvedStage, int], Any],
     say: Callable[[str], None],
-    note: Callable[[str], None],
 ) -> tuple[list, Iterator]:
-    """The step of each stage; compiles the next one's, and says what the run will take.
+    """The step of each stage; compiles the next one's, and says what it takes.
 
     It compiles none if there is none to do.
 
@@ -350,7 +341,6 @@ def compiled(
       batches: those of the steps to come.
       batch: gives the batch of a stage for the step after so many.
       say: gets what a step takes.
-      note: gets what a user must know.
 
     Returns:
       The steps, and `batches`, none of which is used up.
@@ -367,7 +357,7 @@ def compiled(
         steps.append(made[program])
     if restored.step >= settings.steps:
         return steps, batches
-    now, start, flops = settings.stage_after(restored.step), restored.step, 0
+    now, start = settings.stage_after(restored.step), restored.step
     started = time.monotonic()
     say("compiling")
     with naming(settings.all_stages[now]):
@@ -378,13 +368,10 @@ def compiled(
         traced = step.trace(restored.state, example, key)
         products = forecast.products(traced.jaxpr)
         forecast.check_step(products, mesh_lib.bytes_stored(restored.state, mesh), mesh.size)
-        flops += products.flops * (stage.until - start)
         if start == restored.step:
             # A call of the jitted function finds the program that is compiled now.
             needed = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
         start = stage.until
-    if line := forecast.long_run(flops, mesh.size):
-        note(line)
     say(
         f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(needed)} of "
         f"{memory.words(memory.available())} of memory"

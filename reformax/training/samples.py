@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from reformax.declared import SettingError
 from reformax.generation import decoding
-from reformax.task import Task, TaskModel
+from reformax.generation.alphabets import N_BYTES, alphabet_of
+from reformax.task import TaskModel
 from reformax.training import side_channels
 from reformax.training.settings import TrainSettings
 from reformax.training.step_log import StepLog
@@ -32,6 +33,10 @@ class Samples:
         self._model, self._settings, self._mesh = model, settings, mesh
         self._best_effort = side_channels.BestEffort("the sample of text")
         self._writes = bool(settings.prompts)
+        task = settings.task
+        self._alphabet = alphabet_of(
+            task.vocabulary, task.vocab_size - N_BYTES if task.of_bytes else None
+        )
 
     def check(self, params: Any, note: Callable[[str], None]) -> None:
         """Says before the first step that there will be none.
@@ -79,18 +84,22 @@ class Samples:
                 if stop():
                     return
             rows = np.concatenate(blocks, axis=1).tolist()
-            prompts = [tokens_of(self._settings.task, x) for x in self._settings.prompts]
-            both = zip(prompts, rows, strict=True)
-            texts = [text_of(self._settings.task, [*prompt, *new]) for prompt, new in both]
+            texts = [
+                _printable(self._alphabet.stream()([*prompt, *new], True))
+                for prompt, new in zip(self._prompts(), rows, strict=True)
+            ]
             log.record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
             if self._settings.progress:
                 for text in texts:
                     log.bar.say(f"step {step}: a sample: {text}")
 
+    def _prompts(self) -> list[list[int]]:
+        """The tokens of the prompts; raises `SettingError` for text that is none of the task's."""
+        return [self._alphabet.encode(prompt.encode()) for prompt in self._settings.prompts]
+
     def _blocks(self, params: Any) -> Iterator[np.ndarray]:
         """New tokens of each prompt; the call raises what the model or the prompts do not allow."""
-        settings = self._settings
-        prompts = [tokens_of(settings.task, prompt) for prompt in settings.prompts]
+        settings, prompts = self._settings, self._prompts()
         longest = max(map(len, prompts), default=0) + settings.sample_tokens
         length = settings.own_evaluation.length  # by which automatic numbers of buckets go
         return decoding.stream(
@@ -106,29 +115,6 @@ class Samples:
         )
 
 
-def tokens_of(task: Task, text: str) -> list[int]:
-    """The tokens of a text: pieces, bytes, or numbers apart by spaces.
-
-    Raises:
-      ValueError: the text is no numbers, and the task is neither of pieces nor of bytes.
-    """
-    if task.vocabulary is not None:
-        return task.vocabulary.encode(text)
-    if task.of_bytes:
-        return [byte + task.vocab_size - 256 for byte in text.encode()]
-    return [int(word) for word in text.split()]
-
-
-def text_of(task: Task, tokens: list[int]) -> str:
-    """The text of tokens; what cannot be printed is U+FFFD, and a border between documents a line.
-
-    Ids below the bytes are left out.
-    """
-    if task.vocabulary is not None:
-        text = task.vocabulary.decode(tokens)
-    elif task.of_bytes:
-        ids = [token - (task.vocab_size - 256) for token in tokens]
-        text = bytes(i for i in ids if i >= 0).decode(errors="replace").replace("\0", "\n")
-    else:
-        text = " ".join(map(str, tokens))
+def _printable(text: str) -> str:
+    """The text with U+FFFD for what cannot be printed, such as what moves a cursor."""
     return "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)

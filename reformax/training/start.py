@@ -104,8 +104,8 @@ def _open(
     # From here on a signal lets the step in progress finish.
     stack.enter_context(interrupt)
     batches = stack.enter_context(prefetch(_batches(settings, mesh, state.step)))
-    batch, says = partial(_batch, settings), (messages.say, messages.note)
-    train_steps, batches = run_setup.compiled(setup, restored, batches, batch, *says)
+    batch = partial(_batch, settings)
+    train_steps, batches = run_setup.compiled(setup, restored, batches, batch, messages.say)
     # Now the config is known to be the run's own, and that it can run.
     processes.meet()
     processes.by_first(lambda: checkpoints.tidy(messages.note))

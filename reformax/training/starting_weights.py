@@ -51,7 +51,7 @@ def read(
     else:
         like = {name: x for name, x in like.items() if name in names}
     fresh = [HISTORY, *([OP] if fresh_ops else [])]
-    like = parts_called(fresh, like, False)
+    like = _without(fresh, like)
     if not fresh_ops:
         fix += "; fresh_ops=True begins the own weights of attentions anew"
     params, info = checkpoints.restore_params(step, like, fix, names, fresh)
@@ -65,11 +65,11 @@ def read(
     return params, (str(folder), step), info.get("source")
 
 
-def parts_called(names: Collection[str], tree: Any, are: bool) -> Any:
-    """The tree with None for all but, or with None for, what is in a part of one of these names."""
+def _without(names: Collection[str], tree: Any) -> Any:
+    """The tree with None for what is in a part of one of these names."""
 
     def of(path, x):
-        return x if any(getattr(key, "key", None) in names for key in path) == are else None
+        return None if any(getattr(key, "key", None) in names for key in path) else x
 
     return jax.tree_util.tree_map_with_path(of, tree)
 

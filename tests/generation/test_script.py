@@ -12,9 +12,10 @@ import pytest
 import generate
 import train
 from reformax import generation
-from reformax.cli import errors, prompts, saved_run
+from reformax.cli import errors, saved_run
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
+from reformax.generation import alphabets
 from tests.training.scripts import call
 
 RUN = """
@@ -181,7 +182,7 @@ def test_a_model_of_bytes_behind_reserved_ids(runs, run):
 
 
 def test_utf8_is_valid_at_every_moment():
-    text = prompts.ByteAlphabet(0).stream()
+    text = alphabets.ByteAlphabet(0).stream()
     parts = [text([byte], False) for byte in "ü€".encode()]
     parts += [text([0xFF, 0xC3], False), text([], True)]
     assert parts == ["", "ü", "", "", "€", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]

@@ -15,7 +15,7 @@ from reformax.training import loop, optimizer, starting_weights, wandb_log
 from reformax.training.callbacks import Callback
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import TrainState
-from tests.training import tiny, worker
+from tests.training import worker
 
 SHORT = {"steps": 12, "eval_every": 5, "checkpoint_every": 4, "log_every": 3}
 
@@ -220,11 +220,6 @@ def test_what_is_none_of_these_is_refused(tmp_path, settings, message):
     assert "\n" not in str(error.value)
 
 
-def params(folder, step):
-    like = jax.eval_shape(lambda: tiny.TinyLM().init_params(jax.random.PRNGKey(0), (1, 1)))
-    return Checkpoints(folder).restore_params(step, like)[0]
-
-
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(plain, tmp_path, capsys):
     source, result = plain
@@ -237,14 +232,16 @@ def test_a_run_begins_with_the_weights_of_another(plain, tmp_path, capsys):
         in capsys.readouterr().out
     )
     run(tmp_path / "b", init_from=source / "checkpoints/10", **still)
-    jax.tree.map(np.testing.assert_array_equal, params(tmp_path / "b", 2), params(source, 10))
+    jax.tree.map(
+        np.testing.assert_array_equal, worker.params(tmp_path / "b", 2), worker.params(source, 10)
+    )
 
 
 @pytest.mark.slow
 def test_optimizer_and_steps_begin_anew(plain, tmp_path):
     """The same as from these weights in a converted model, which has no more."""
     source = plain[0]
-    (state,) = [TrainState(np.int32(0), params(source, 12), (), None)]
+    (state,) = [TrainState(np.int32(0), worker.params(source, 12), (), None)]
     converted = Checkpoints(tmp_path / "converted")
     converted.save(0, state)
     converted.wait()
@@ -262,7 +259,7 @@ def test_weights_of_another_model_or_vocabulary_are_refused(plain, tmp_path):
     with pytest.raises(ValueError, match=shapes):
         run(tmp_path, init_from=source, model={"d_model": 9})
     assert not (tmp_path / "metrics.jsonl").exists()
-    like = jax.eval_shape(lambda: params(source, 12))
+    like = jax.eval_shape(lambda: worker.params(source, 12))
     with pytest.raises(SettingError, match="vocabulary None and this run has v2: copy"):
         starting_weights.read(source, like, "v2")
 

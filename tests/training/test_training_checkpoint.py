@@ -55,8 +55,9 @@ def one_line(error):
 def test_a_state_comes_back_bit_for_bit(tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path)
     before = state(ema=True)
-    checkpoints.save(3, before, 1.25, window=[[0.1, 0.2]])
+    checkpoints.save(3, before, 1.25, "steps = 3\n", window=[[0.1, 0.2]])
     checkpoints.wait()
+    assert checkpoints.config(3) == "steps = 3\n"
     after, info = checkpoint.Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: before))
     assert info == {"step": 3, "score": 1.25, "window": [[0.1, 0.2]]}
     assert_trees_equal(after, before)
@@ -168,6 +169,8 @@ def test_an_average_is_of_the_last_without_a_gap(tmp_path):
     # Where the best is the one right before the others there is no gap.
     near = saved(tmp_path / "near", [1, 2, 3], {1: 0.5}, keep=2)
     assert restore_average(near, 3, like)[1] == [1, 2, 3]
+    with pytest.raises(ValueError, match="average:0 must be of at least 1 checkpoint"):
+        restore_average(near, 0, like)
     with pytest.raises(ValueError, match=r"has 0 \(none\)"):
         restore_average(checkpoint.Checkpoints(tmp_path / "nothing"), 1, like)
 
@@ -197,24 +200,6 @@ def change(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize("harm", [cut, change, lambda path: path.unlink()])
-@pytest.mark.parametrize("which", ["arrays", "checkpoint.json", "manifest.json"])
-def test_damage_is_told_with_the_way_back(tmp_path, harm, which):
-    checkpoints = saved(tmp_path, [1, 2])
-    folder = checkpoints.folder / "2"
-    files = [p for p in folder.rglob("*") if p.is_file() and which in str(p)]
-    harm(max(files, key=lambda p: p.stat().st_size))
-    with pytest.raises(ValueError) as error:
-        checkpoints.restore(2, jax.eval_shape(state))
-    line = one_line(error)
-    assert str(folder) in line and "whole are those of steps 1, and --checkpoint=1" in line
-    assert checkpoints.newest_whole() == 1
-    said = []
-    checkpoints.tidy(said.append)
-    assert checkpoints.steps() == [1] and (checkpoints.folder / "damaged.2").is_dir()
-    assert len(said) == 1 and "checkpoint 2 is damaged" in said[0] and "step 1" in said[0]
 
 
 def test_one_that_is_whole_says_nothing_of_another(tmp_path):
@@ -267,14 +252,6 @@ def test_another_format_is_told(tmp_path, monkeypatch):
         checkpoints.restore(3, jax.eval_shape(state))
 
 
-def test_it_carries_the_settings(tmp_path):
-    checkpoints = checkpoint.Checkpoints(tmp_path)
-    checkpoints.save(3, state(), config="steps = 3\n")
-    checkpoints.save(4, state())
-    checkpoints.wait()
-    assert checkpoints.config(3) == "steps = 3\n" and checkpoints.config(4) is None
-
-
 def test_a_missing_step_is_told_with_those_there(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint of step 7 .* there is 2, 3"):
         saved(tmp_path, [2, 3]).restore(7, jax.eval_shape(state))
@@ -293,11 +270,6 @@ def test_a_failed_write_is_raised_and_leaves_what_was_there(tmp_path, monkeypatc
     assert checkpoints.steps() == [1]
     checkpoints.tidy(pytest.fail)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["1"]
-
-
-def test_keep_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match="keep=0"):
-        checkpoint.Checkpoints(tmp_path, 0)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -341,7 +313,7 @@ def test_what_another_machine_sees_is_waited_for(tmp_path, listed):
     saved(tmp_path, steps=(3,)).close()
     file, aside = tmp_path / "checkpoints/3/checkpoint.json", tmp_path / "checkpoint.json"
     file.rename(aside)
-    shown = threading.Timer(1, lambda: aside.rename(file))
+    shown = threading.Timer(0.2, lambda: aside.rename(file))
     shown.start()
     checkpoints = checkpoint.Checkpoints(tmp_path, processes=OtherMachine([[3], listed]))
     if listed:

@@ -181,6 +181,7 @@ def test_a_slow_store_delays_no_save(tmp_path, monkeypatch):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_is_lost_ends_with_the_same_numbers(store, tmp_path):
     options = {"steps": 8, "checkpoint_every": 4, "eval_every": None}
     loop.train(tmp_path / "whole", **worker.arguments(**options))

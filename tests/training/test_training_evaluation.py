@@ -1,6 +1,5 @@
 """Every target is scored once in any batch; the record and the prefetching thread."""
 
-import json
 import threading
 
 import jax
@@ -19,7 +18,6 @@ from reformax.training import by_position, evaluation
 from reformax.training import record as record_lib
 from reformax.training.evaluation import check_positions, evaluate, in_budget
 from reformax.training.prefetch import prefetch
-from reformax.training.record_lines import RecordLines
 from tests.training import tiny
 
 MODEL = tiny.TinyLM(mode="eval")
@@ -232,21 +230,16 @@ def test_bad_sizes_are_told(options, message):
         score(**options)
 
 
-def test_progress_is_shown_on_request(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "INTERVAL", 0)
-    score()
-    assert capsys.readouterr().err == ""
-    score(progress=True)
-    assert "valid: 3 of 3, " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("of_bytes, unit", [(True, "bits/byte"), (False, "bits/dim")])
 def test_progress_names_the_bits_of_bytes(of_bytes, unit, capsys, monkeypatch):
     """As the bar of training does."""
     monkeypatch.setattr(progress, "INTERVAL", 0)
     monkeypatch.setattr(evaluation, "_IN_FLIGHT", 0)
+    score()
+    assert capsys.readouterr().err == ""
     score(TASK.replace(of_bytes=of_bytes), progress=True)
-    assert f" {unit}" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f" {unit}" in err and "valid: 3 of 3, " in err
 
 
 def test_prefetch_gives_all_in_order_and_runs_ahead_no_further_than_told():
@@ -280,43 +273,6 @@ def test_prefetch_raises_where_the_value_would_have_come_and_ends_its_thread():
     with prefetch(endless()) as ready:
         next(ready)
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
-
-
-def open_record(folder, step):
-    return record_lib.Record(folder, RecordLines(folder / "metrics.jsonl", step), step)
-
-
-def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    record = open_record(tmp_path, 0)
-    for step in (10, 20, 30):
-        record.write(step, "train", {"bits_per_dim": float(step)}, {"seconds": 1.0}, tag="train")
-        assert json.loads(path.read_text().splitlines()[-1])["step"] == step  # flushed
-    record.close()
-    with open(path, "a") as file:
-        file.write('{"step": 4')
-    record = open_record(tmp_path, 20)
-    record.write(25, "valid", {"bits_per_dim": 1.0}, {}, tag="eval")
-    record.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 25]
-    assert lines[0]["timing"] == {"seconds": 1.0}
-
-
-@pytest.mark.usefixtures("figures")
-def test_the_plot_and_the_events_are_written(tmp_path):
-    record = open_record(tmp_path, 0)
-    record.plot()  # of nothing
-    empty = (tmp_path / "loss.png").read_bytes()
-    for step in range(1, 40):
-        record.write(step, "train", {"bits_per_dim": 8 / step, "grad_norm": 1.0}, {}, tag="train")
-    record.write(39, "valid", {"bits_per_dim": 1.0}, {}, tag="eval")
-    record.plot()
-    record.close()
-    full = (tmp_path / "loss.png").read_bytes()
-    assert full[:4] == empty[:4] == b"\x89PNG" and len(full) > len(empty)
-    events = b"".join(p.read_bytes() for p in (tmp_path / "tensorboard").iterdir())
-    assert b"train/bits_per_dim" in events and b"valid/bits_per_dim" in events
 
 
 def test_progress_shows_loss_and_speed(capsys):

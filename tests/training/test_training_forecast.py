@@ -67,29 +67,6 @@ def test_what_a_compiled_step_asks_for():
     assert X.nbytes + W.nbytes <= asked < 10 * (X.nbytes + W.nbytes)
 
 
-def test_a_run_of_days_is_told_from_its_arithmetic(monkeypatch):
-    monkeypatch.setattr(forecast, "_speed", lambda: pytest.fail("nothing to measure"))
-    assert forecast.long_run(1e14, 1) is None
-    monkeypatch.setattr(forecast, "_speed", lambda: 1e11)
-    assert forecast.long_run(1e15, 1) is None
-    line = forecast.long_run(1e17, 1)
-    assert "takes 12 days or more" in line and "100 GFLOP/s" in line and "\n" not in line
-    assert "takes 5.8 days or more" in forecast.long_run(1e17, 2)
-
-
-def test_the_speed_is_measured():
-    assert 1e8 < forecast._speed() < 1e16
-
-
-@pytest.mark.parametrize(
-    "seconds, words",
-    [(3, "3 seconds"), (89, "89 seconds"), (90, "1.5 minutes"), (5399, "90 minutes"),
-     (7200, "2.0 hours"), (3 * 86400, "3.0 days"), (1e9, "11,574 days")],
-)  # fmt: skip
-def test_a_duration_in_words(seconds, words):
-    assert forecast.duration(seconds) == words
-
-
 class Scaled(tiny.TinyLM):
     """Has a weight made of a Python number, which gives it a type that JAX calls weak."""
 

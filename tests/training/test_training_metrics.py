@@ -129,15 +129,3 @@ def test_the_peak_is_that_of_the_devices_name(kind, peak, monkeypatch):
     assert utilization.peak(model) == peak
     for other in (lm.TransformerLM(vocab_size=16, d_model=8, n_layers=1), tiny.TinyLM()):
         assert utilization.peak(other) is None  # of float32, or of it does not say
-
-
-def test_operations_are_counted_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setitem(utilization.PEAKS, "cpu", 1e9)
-    monkeypatch.setattr(tiny.TinyLM, "dtype", "bfloat16", raising=False)
-    calls, flops, train_step = [], utilization.flops_of_step, loop.train_step
-    monkeypatch.setattr(
-        utilization, "flops_of_step", lambda *args: calls.append("flops") or flops(*args)
-    )
-    monkeypatch.setattr(loop, "train_step", lambda *args: calls.append("step") or train_step(*args))
-    loop.train(tmp_path, **worker.arguments(steps=8, log_every=1))
-    assert calls == ["flops", *["step"] * 8]

@@ -33,7 +33,7 @@ def test_the_flag_writes_a_trace_into_the_folder(tmp_path, monkeypatch, capsys):
     assert "tensorboard/ profile/\n" in out
 
 
-@pytest.mark.parametrize("steps, n_calls", [(12, 2), (6, 2), (4, 0)])
+@pytest.mark.parametrize("steps, n_calls", [(6, 2), (4, 0)])
 def test_three_steps_are_traced_after_five(steps, n_calls, calls, tmp_path, capsys):
     seen = []
     record = profile.Callback(on_step=lambda step, values: seen.append((step, len(calls))))

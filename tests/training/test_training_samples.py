@@ -8,7 +8,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from reformax.data import text
-from reformax.data.duplication import duplication
+from reformax.generation import alphabets
 from reformax.models import TransformerEncoder, TransformerLM
 from reformax.ops import local
 from reformax.training import callbacks, loop, samples, wandb_log
@@ -132,7 +132,7 @@ def test_a_sample_that_fails_is_told_and_the_run_goes_on(arguments, tmp_path, mo
     def fails(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(samples, "text_of", fails)
+    monkeypatch.setattr(samples, "_printable", fails)
     result = loop.train(tmp_path, **arguments)
     assert result["step"] == 6 and not sampled(tmp_path)
     err = capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_a_signal_abandons_a_sample_and_the_run_is_saved(arguments, tmp_path, mo
         ),
         (
             {"model": tiny.TinyLM, "task": tiny.counting()},
-            "sample_every is 4 and invalid literal for int.*'the': leave it out",
+            "sample_every is 4 and prompt is 'the ': this is no model of bytes, give numbers",
         ),
         (
             {"task": tiny.counting().replace(masked=True), "model": TransformerEncoder},
@@ -191,16 +191,20 @@ def test_what_cannot_be_sampled_is_told_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_tokens_and_texts_of_every_kind_of_task(task):
-    for one, written, tokens in (
-        (task, "a é", list("a é".encode())),
-        (task.replace(vocab_size=258), "ab", [99, 100]),  # bytes behind two reserved ids
-        (duplication(8), "1 2 3", [1, 2, 3]),
+def test_nothing_that_moves_a_cursor_is_in_a_sample():
+    assert samples._printable("\n\x1b\ta") == "\n\ufffd\ta"
+
+
+def test_tokens_and_texts_of_every_kind_of_model():
+    for offset, written, tokens in (
+        (0, "a é", list("a é".encode())),
+        (2, "ab", [99, 100]),  # bytes behind two reserved ids
+        (None, "1 2 3 ", [1, 2, 3]),
     ):
-        assert samples.tokens_of(one, written) == tokens
-        assert samples.text_of(one, tokens) == written
-    assert samples.text_of(task.replace(vocab_size=257), [0, 98]) == "a"
-    assert samples.text_of(task, [0, 27, 9, 97]) == "\n\ufffd\ta"  # nothing that moves a cursor
+        alphabet = alphabets.alphabet_of(offset=offset)
+        assert alphabet.encode(written.encode()) == tokens
+        assert alphabet.stream()(tokens, True) == written
+    assert alphabets.alphabet_of(offset=1).stream()([0, 98, 1], True) == "a\n"
 
 
 def test_weights_and_biases_gets_a_page(monkeypatch):

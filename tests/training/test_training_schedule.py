@@ -8,7 +8,6 @@ import pytest
 from reformax.training import loop
 from reformax.training.schedule import Due, Schedule
 from reformax.training.settings import TrainSettings
-from tests.training import worker
 
 NOTHING, ALL = Due(False, False, False), Due(True, True, True)
 
@@ -74,14 +73,3 @@ def test_a_misspelt_setting_is_an_error_of_train(tmp_path, name):
 def test_a_missing_setting_is_an_error_of_train(tmp_path):
     with pytest.raises(TypeError, match=r"train\(\) missing 5 required keyword-only arguments"):
         loop.train(tmp_path, steps=3)
-
-
-def test_settings_know_the_sizes_of_an_evaluation():
-    given = worker.arguments() | {"eval_every": None}
-    del given["batch_size"], given["length"]
-    sizes = TrainSettings(**given, batch_size=2, length=8).own_evaluation.sizes
-    assert sizes == {"batch_size": 2, "length": 8, "stride": 8}
-    sizes = TrainSettings(
-        **given, batch_size=2, length=8, eval_length=6, eval_stride=3
-    ).own_evaluation.sizes
-    assert sizes == {"batch_size": 2, "length": 6, "stride": 3}

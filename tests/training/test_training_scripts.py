@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -154,20 +153,13 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
     [
         (["--config=loop.train.stps=3"], 2, "no parameter stps: loop.train.stps=3; did you mean s"),
         (["--config=loop.trian.steps=3"], 2, "no trian: loop.trian.steps=3; did you mean train"),
-        (["--config=lop.train.steps=3"], 2, "lop is not the name of an imported module: lop.train"),
         (["--config=tiny.TinyLM.x.y=3"], 2, "tiny.TinyLM has no x: tiny.TinyLM.x.y=3"),
-        (["--config=stepz=3"], 2, "no config file defines stepz; did you mean steps?"),
-        (["--config=loop.train.steps"], 2, "expected NAME=VALUE: loop.train.steps"),
-        (["--config=loop.train.steps=("], 2, "loop.train.steps=("),
-        (["--config=loop.train.task=@tiny.countin()"], 2, "did you mean counting?"),
         (["--config=loop.train.steps=%stepz"], 2, "the config uses %stepz, which no"),
-        (["--config_file=rum.gin"], 2, "no config file rum.gin; did you mean run.gin"),
         (["--config_file=bad_include.gin"], 2, "bas.gin"),
         (["--config_file=bad_import.gin"], 2, "No module named 'tests.training.tinny'"),
         (["--config_file=bad_name.gin"], 2, "TinyLM has no parameter d_modle (", ),
         (["--config_file=empty.gin"], 2, "the config sets nothing of loop.train: it needs"),
         (["--config_file=base.gin"], 2, "the config leaves out an argument: train() missing 2"),
-        (["--config=loop.train.steps='many'"], 2, "steps is 'many': expected a whole number"),
         (["--config=loop.train.eval_length=5000"], 1, "length=5000 is above max_length=4096"),
         (["--config=optimizer.cosine.steps=2"], 2, "cosine.warmup_steps=2 must be"),
         (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
@@ -175,7 +167,6 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         ([*(f"--config={x}=@masked.masked()" for x in ("loop.train.task", "masked.masked.task")),
           "--data_dir=x"], 2, "masked reads no files"),
         (["--output_dir=file/out"], 1, "cannot be written"),
-        (["--steps=3"], 2, "--steps=3 is no flag but a setting: --config='steps=3'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message):
@@ -364,66 +355,35 @@ def test_evaluating_a_folder_without_a_run_is_told(which, folder, monkeypatch, c
     assert code == 2 and "output_dir=nowhere holds no run" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
-)
-def test_a_signal_ends_the_script_saved(folder, monkeypatch, capsys, number, exit_code):
-    signals = [
-        f"--config=small/tiny.counting.{name}"
-        for name in ("signal_step=5", f"number={int(number)}")
-    ]
+def test_a_signal_ends_the_script_saved(folder, monkeypatch, capsys):
+    signals = [f"--config=small/tiny.counting.{x}" for x in ("signal_step=5", "number=15")]
     flags = ["--config_file=configs/run.gin", "--output_dir=out"]
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # JAX read it before
     code, out, _ = call(train.main, monkeypatch, capsys, *flags, *signals)
-    assert code == exit_code
-    assert f"stopped by {number.name}; saved at step" in out
+    assert code == 143
+    assert "stopped by SIGTERM; saved at step" in out
     again = "JAX_NUM_CPU_DEVICES=1 python script.py --config_file=configs/run.gin --output_dir=out"
     assert re.search(f"to go on: (JAX_PLATFORMS=cpu )?{re.escape(again)}", out)
     code, out, _ = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0 and "going on from step" in out
 
 
-def test_the_scripts_run_as_programs_from_any_folder(folder):
+def test_a_script_runs_as_a_program_from_any_folder(folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     flags = ["--config_file=configs/run.gin", "--config=loop.train.length=0"]
-    for name, arguments, code in [
-        ("train.py", flags, 2),
-        ("evaluate.py", ["--help"], 0),
-    ]:
-        command = [sys.executable, str(ROOT / name), *arguments]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert process.returncode == code, process.stderr
-        if code:
-            assert process.stderr == "error: loop.train.length is 0: expected at least 1\n"
-        else:
-            assert "--output_dir" in process.stdout and process.stderr == ""
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr == "error: loop.train.length is 0: expected at least 1\n"
 
 
-@pytest.mark.parametrize("typed", ["steps", "loop.train.steps"])
-def test_a_warm_up_longer_than_the_run_is_told_as_it_was_typed(folder, monkeypatch, capsys, typed):
-    flags = ["--config_file=configs/run.gin", f"--config={typed}=2", "--output_dir=out"]
+def test_a_warm_up_longer_than_the_run_is_told_as_it_was_typed(folder, monkeypatch, capsys):
+    flags = ["--config_file=configs/run.gin", "--config=steps=2", "--output_dir=out"]
     code, out, _ = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0
-    line = f"note: optimizer.cosine.warmup_steps=2 is not below {typed}=2: the learning rate does"
+    line = "note: optimizer.cosine.warmup_steps=2 is not below steps=2: the learning rate does"
     assert line in out, out
     assert "is not below" not in call(train.main, monkeypatch, capsys, *flags)[1]  # no step is left
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_the_rate_falls_to_the_last_step_however_the_steps_are_typed(
-    folder, monkeypatch, capsys, old
-):
-    """A config of an old run, which gives the cosine's length, goes on with it."""
-    text = BASE + "optimizer.cosine.steps = 100\n" * old
-    (folder / "configs" / "base.gin").write_text(text)
-    rates = []
-    for typed in ("steps", "loop.train.steps"):
-        flags = ["--config_file=configs/run.gin", f"--config={typed}=8", f"--output_dir={typed}"]
-        assert call(train.main, monkeypatch, capsys, *flags)[0] == 0
-        lines = [x for x in worker.record(typed) if "learning_rate" in x]
-        rates.append({x["step"]: x["learning_rate"] for x in lines})
-    assert rates[0] == rates[1]
-    assert rates[0][8] == pytest.approx(3e-2 * (0.99 if old else 0.1), rel=0.01)
 
 
 @pytest.mark.slow

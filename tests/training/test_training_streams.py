@@ -62,13 +62,9 @@ EXIT = "; exit ${PIPESTATUS[0]}"
     "redirections, notes",
     [
         ("", 0),
-        (">&-", 0),
-        ("2>&-", 0),
-        ("<&-", 0),
         ("<&- >&- 2>&-", 0),
         (f"| head -1 {EXIT}", 1),
         (">/dev/full", 1),
-        (">/dev/full 2>&1", 0),
         (f"| sleep 2 {EXIT}", 1),  # a reader that does not read
     ],
 )

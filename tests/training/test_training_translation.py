@@ -1,6 +1,5 @@
 """Training on packed sentence pairs: the vocabulary stays with the run, and averages are means."""
 
-import argparse
 import json
 from functools import partial
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 import evaluate
-from reformax.cli import saved_run
 from reformax.data import vocabulary
 from reformax.data.reverse import reverse
 from reformax.data.text_pairs import text_pairs
@@ -18,7 +16,6 @@ from reformax.training import checkpoint, loop, optimizer
 from reformax.training.evaluation import evaluate as score
 from tests.training import tiny, worker
 from tests.training.scripts import call
-from tests.training.test_training_checkpoint import restore_average
 
 
 class TinyTranslator(tiny.TinyLM):
@@ -108,16 +105,6 @@ def test_the_metric_is_the_mean_over_the_sentences_one_by_one(run):
 
 
 @pytest.mark.slow
-def test_micro_batches_are_the_batch(run, tmp_path):
-    data, *_ = run
-    settings = dict(batch_size=16, steps=6, checkpoint_every=6)
-    for n in (1, 2):
-        loop.train(tmp_path / str(n), **arguments(data, accumulate=n, **settings))
-    one, two = (leaves(tmp_path / str(n), 6) for n in (1, 2))
-    np.testing.assert_allclose(two, one, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_a_run_that_goes_on_reads_its_vocabulary_and_computes_the_same(run, tmp_path, monkeypatch):
     data, folder, _ = run
     loop.train(tmp_path, **arguments(data, steps=6))
@@ -182,31 +169,6 @@ def test_a_task_without_files_trains(tmp_path):
     assert result["bits_per_token"] > 0 and not (tmp_path / "vocabulary.model").exists()
 
 
-@pytest.mark.slow
-def test_an_average_is_the_mean_of_the_last_checkpoints(run):
-    _, folder, _ = run
-    checkpoints = checkpoint.Checkpoints(folder)
-    assert checkpoints.steps() == [8, 10, 12]
-    model = TinyTranslator(vocab_size=20)
-    like = jax.eval_shape(model.init_params, jax.random.PRNGKey(0), (1, 1))
-    for n, steps in ((1, [12]), (2, [10, 12]), (3, [8, 10, 12])):
-        mean, averaged = restore_average(checkpoints, n, like)
-        assert averaged == steps
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), mean) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), like
-        )
-        vector = np.concatenate([x.ravel() for x in jax.tree.leaves(mean)])
-        expected = np.mean([leaves(folder, step) for step in steps], axis=0)
-        np.testing.assert_allclose(vector, expected, rtol=1e-6)
-    with pytest.raises(
-        ValueError, match=r"average:4 needs the last 4 checkpoints and .* has 3 \(8, 10, 12"
-    ) as e:
-        restore_average(checkpoints, 4, like)
-    assert "\n" not in str(e.value)
-    with pytest.raises(ValueError, match="average:0 must be of at least 1 checkpoint"):
-        restore_average(checkpoints, 0, like)
-
-
 CONFIG = """
 from __gin__ import dynamic_registration
 from reformax.data import text_pairs
@@ -225,22 +187,6 @@ loop.train.steps = 12
 loop.train.batch_size = 8
 loop.train.length = 32
 """
-
-
-def test_the_scripts_take_an_average(run):
-    data, folder, _ = run
-    (folder / "config.gin").write_text(CONFIG.format(data=data))
-    args = argparse.Namespace(
-        output_dir=str(folder), checkpoint="average:2", config=[], trust_config=True
-    )
-    saved = saved_run.restore(args)
-    assert saved.steps == [10, 12]
-    assert saved_run.named(saved.steps) == "mean of the checkpoints of steps 10, 12"
-    vector = np.concatenate([x.ravel() for x in jax.tree.leaves(saved.params)])
-    np.testing.assert_allclose(vector, (leaves(folder, 10) + leaves(folder, 12)) / 2, rtol=1e-6)
-    args.checkpoint = "average"
-    with pytest.raises(ValueError, match="checkpoint=average must be best, latest, average:N or"):
-        saved_run.restore(args)
 
 
 def test_evaluate_scores_with_the_runs_vocabulary(run, monkeypatch, capsys, tmp_path):

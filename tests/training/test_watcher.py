@@ -134,7 +134,7 @@ def test_a_process_that_is_stopped_ends_all(run):
         ((8, 7, 8), 1, ""),
         pytest.param((7, 8, 9), 0, "", marks=pytest.mark.slow),
         pytest.param((8, 7, 7), 1, "and 1 more ", marks=pytest.mark.slow),
-        ((7,) * 3, 0, "and 2 more "),
+        pytest.param((7,) * 3, 0, "and 2 more ", marks=pytest.mark.slow),
     ],
 )
 def test_processes_that_do_not_go_on_end_all(run, steps, hanging, how):
@@ -149,6 +149,7 @@ def test_processes_that_do_not_go_on_end_all(run, steps, hanging, how):
     assert 0.7 < time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 def test_who_is_done_lets_nobody_wait(run):
     found = run(step_timeout=0.8)
     found.tell(3, 3, 3)
@@ -161,15 +162,6 @@ def test_who_is_done_lets_nobody_wait(run):
             process.stdin.flush()
     assert all(process.poll() is None for process in found.processes[:2])
     for process in found.processes[1::-1]:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        time.sleep(0.1)
-    assert found.ended() == [(0, "")] * 3
-
-
-def test_processes_that_are_done_end_in_silence(run):
-    found = run()
-    for process in found.processes[::-1]:
         process.stdin.write("\n")
         process.stdin.flush()
         time.sleep(0.1)
@@ -213,16 +205,9 @@ def test_strangers_are_not_heard():
 @pytest.mark.parametrize(
     "first, others, told",
     [
-        pytest.param(
-            *(3, [(1, 2)], "num_processes is 3 in process 0 and 2 in process 1"),
-            marks=pytest.mark.slow,
-        ),
         (2, [(1, 3), (2, 3)], "num_processes is 2 in process 0 and 3 in process 1"),
         (3, [(1, 3), (1, 3)], "process_id=1 is given to two processes: number them from 0 to 2"),
-        pytest.param(
-            *(2, [(0, 2)], "process_id=0 is given to two processes: number them from 0 to 1"),
-            marks=pytest.mark.slow,
-        ),
+        (2, [(0, 2)], "process_id=0 is given to two processes: number them from 0 to 1"),
     ],
 )
 def test_processes_that_are_no_run_are_told_in_a_line(first, others, told):

@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jax
+
 from reformax.training import loop, manifest, optimizer
 from reformax.training.checkpoint import Checkpoints
 from tests.training import tiny
@@ -35,6 +37,14 @@ def record(folder):
     """The lines of metrics.jsonl without times and speeds."""
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if k != "timing"} for line in lines]
+
+
+def params(folder, step=None):
+    """The parameters of the tiny model in a checkpoint, by default the latest."""
+    checkpoints = Checkpoints(folder)
+    like = jax.eval_shape(lambda: tiny.TinyLM().init_params(jax.random.PRNGKey(0), (1, 1)))
+    step = checkpoints.steps()[-1] if step is None else step
+    return checkpoints.restore_params(step, like)[0]
 
 
 def die(*args, **kwargs):

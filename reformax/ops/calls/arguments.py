@@ -147,7 +147,7 @@ def check_value_heads(op, given: str, n_values: int, n_qk: int) -> None:
         return
     raise Unsupported(
         f"{given} {n_values} heads and q has {n_qk}, but {op.name} makes its keys of the queries: "
-        "repeat the queries, or use an op whose more_value_heads is True"
+        "repeat the queries, or use an op whose more_value_heads is True, such as dense.dense()"
     )
 
 

@@ -63,8 +63,6 @@ class Checkpoints(CheckpointReader):
           processes: those that save together, one thread's; None: this one alone.
           copies: the address of a folder that gets copies; see `Copies`.
         """
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
         super().__init__(output_dir)
         self.keep = keep
         self.notes: list[str] = []
@@ -110,7 +108,7 @@ class Checkpoints(CheckpointReader):
 
     def _is_listed(self, step: int) -> bool:
         """Whether this process sees the files of a checkpoint by their names and sizes."""
-        return manifest.difference_of_sizes(self.names.of_step(step)) is None
+        return manifest.damage(self.names.of_step(step), part=None) is None
 
     def _harm_once_shown(self, step: int, part: tuple[int, int], listed: bool) -> str | None:
         """`_harm`, after a wait for the files that process 0 sees if they are `listed` there."""
@@ -130,7 +128,7 @@ class Checkpoints(CheckpointReader):
         """
         with durable.explaining("renamed or deleted", self.folder):
             for step, harm in self._damaged.items():
-                aside = self.names.unused(f"damaged.{step}")
+                aside = durable.unused(self.folder / f"damaged.{step}")
                 durable.rename(self.names.of_step(step), aside)
                 say(
                     f"note: checkpoint {step} is damaged ({harm}) and is {aside} now; this run "

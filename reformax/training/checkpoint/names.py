@@ -62,11 +62,3 @@ class CheckpointNames:
         """The folder of a checkpoint, which need not exist."""
         folder = self.folder / str(step)
         return folder if os.path.lexists(folder) else self.renamed().get(step, folder)
-
-    def unused(self, name: str) -> Path:
-        """The path of a name, with a number after it where the name is taken."""
-        path, n = self.folder / name, 1
-        while os.path.lexists(path):
-            n += 1
-            path = self.folder / f"{name}.{n}"
-        return path

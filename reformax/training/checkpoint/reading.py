@@ -264,7 +264,7 @@ class CheckpointReader:
         try:
             most = description.most_bytes(self._read_description(step))
         except manifest.Damaged as error:
-            return manifest.difference_of_sizes(folder) or str(error)
+            return manifest.damage(folder, part=None) or str(error)
         return manifest.damage(folder, most, part)
 
     def _refusal(self, step: int, harm: str) -> ValueError:
