@@ -250,8 +250,7 @@ class csa(Reusing, Compressed, AttentionOp):
             return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)[1]
 
         obstacles = self._obstacles(call, q, k, None)
-        implementations = {"pallas": (obstacles, by_kernels), "xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, pallas=(obstacles, by_kernels))
 
     # Attention.
 
