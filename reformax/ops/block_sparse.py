@@ -218,7 +218,7 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
         return block_kernels.attend(layout, interpret, x)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
-    return compute_by(impl, {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)})
+    return compute_by(impl, in_arrays, pallas=(obstacles, in_kernels))
 
 
 def _made_by(pattern: Pattern, shape: tuple[int, int]) -> Mask:

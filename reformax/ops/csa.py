@@ -63,13 +63,18 @@ from reformax.ops.indexing.learning import (
 )
 from reformax.ops.indexing.reuse import MAX_PAIRS, Reusing
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_of_gathered
+from reformax.ops.indexing.scores import (
+    IndexQueries,
+    gathered,
+    scores,
+    scores_of_gathered,
+)
 from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, is_token
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.numerics.precision import IndexDtype, accum_dtype, rounded
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding import queries as sharding
@@ -101,6 +106,8 @@ class csa(Reusing, Compressed, AttentionOp):
       window: a position sees those less than `window` positions before it, at least `block_size`.
       n_index_heads: J; the paper has 64.
       d_index: D: the size of an index head; the paper has 128.
+      index_dtype: what index queries and keys are rounded to, as `dtype` of
+        `indexing.indexer.Indexer`.
       index_loss: the factor of the indexer's loss, as in `dsa.dsa`.
       report_loss: whether a step of training reports that loss as `index_loss`, as in `dsa.dsa`,
         but in array operations the mean over all positions.
@@ -125,6 +132,7 @@ class csa(Reusing, Compressed, AttentionOp):
     window: Size = 128
     n_index_heads: Width = 4
     d_index: Width = 64
+    index_dtype: IndexDtype = "float32"
     index_loss: NonNegative = 1.0
     report_loss: bool = False
     reuse: bool = False
@@ -136,7 +144,7 @@ class csa(Reusing, Compressed, AttentionOp):
 
     shards = ("queries",)
     n_series = 2
-    _of_choice = "top_k", "n_index_heads", "d_index", "index_loss"
+    _of_choice = "top_k", "n_index_heads", "d_index", "index_dtype", "index_loss"
 
     def may_reuse(self, other: AttentionOp) -> bool:
         return super().may_reuse(other) and other.block_size == self.block_size
@@ -202,11 +210,15 @@ class csa(Reusing, Compressed, AttentionOp):
 
     def _index_keys(self, call, params, series: Series, ids) -> Float[Array, "B C D"]:
         keys = summarize_shards(params["index"], series, ids, self.block_size, call.shard)
-        return self._rotated(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
+        return self._scored(keys, positions(keys.shape[1]) * self.block_size)[:, :, 0]
 
     def _index_queries(self, params, q, position) -> IndexQueries:
         queries, weights = index_queries(params["index"], q)
-        return IndexQueries(self._rotated(queries, position), weights)
+        return IndexQueries(self._scored(queries, position), weights)
+
+    def _scored(self, x: Float[Array, "B T J D"], position) -> Array:
+        """Index queries or keys as they are scored: rotated to their positions, and rounded."""
+        return rounded(self._rotated(x, position), self.index_dtype)
 
     def _newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
         """The last complete block at a position; -1 before the first."""
@@ -228,7 +240,8 @@ class csa(Reusing, Compressed, AttentionOp):
 
             masks = (None, None) if call.segment_ids is None else (ids, of_blocks)
             arrays = *queries, keys, *masks
-            return kernel.choose_positions(n_best, True, interpret, *arrays, self.block_size)
+            sizes = self.block_size, self.index_dtype
+            return kernel.choose_positions(n_best, True, interpret, *arrays, *sizes)
 
         def in_arrays() -> Int[Array, "B T K"]:
             position = sharding.first_query(call.shard, length) + positions(length)
@@ -237,8 +250,7 @@ class csa(Reusing, Compressed, AttentionOp):
             return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)[1]
 
         obstacles = self._obstacles(call, q, k, None)
-        implementations = {"pallas": (obstacles, by_kernels), "xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, pallas=(obstacles, by_kernels))
 
     # Attention.
 
@@ -397,7 +409,7 @@ class csa(Reusing, Compressed, AttentionOp):
         newest = add_to_ring(index.newest, *self._index_series(params, k), position)
         key = newest_summary(params["index"], newest, position, self.block_size)
         first = (position // self.block_size * self.block_size)[:, None]
-        key = self._rotated(key[:, None], first)[:, 0, 0]
+        key = self._scored(key[:, None], first)[:, 0, 0]
         number = self._completed(position, n_blocks)
         keys = index.keys.at[jnp.arange(len(position)), number].set(key, mode="drop")
         queries = self._index_queries(params, q, position[:, None])

@@ -61,5 +61,4 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
             arrays = q, *repeat_heads(q, k, v)
             return attend_to_tokens(functools.partial(attend, call.bias), *arrays, call.segment_ids)
 
-        implementations = all_keys.in_kernels(call, q, k, v) | {"xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, **all_keys.in_kernels(call, q, k, v))

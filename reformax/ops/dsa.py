@@ -251,8 +251,7 @@ class dsa(Reusing, AttentionOp):
         by_list, n_listed = self.indexer.block_size > 1 or None, plan.shape[2]
         n_bits = self._n_bits(q, k, n_listed, k.shape[1], self._hides_later(call), by_list)
         obstacles = self._obstacles(call, q, k, v, n_bits)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        out = compute_by(self.impl, implementations)
+        out = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
         if self.indexer.learns and not self.reuse:
             indexed = Indexed(index, index_keys, self._of_candidates(params))
             loss = self.indexer.candidates_loss(indexed, segment_ids, call.causal, call.shard)

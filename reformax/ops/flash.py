@@ -98,8 +98,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
 
             return attend_to_tokens(attend, *arrays, call.segment_ids)
 
-        implementations = all_keys.in_kernels(call, q, k, v) | {"xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, **all_keys.in_kernels(call, q, k, v))
 
 
 def _tiling(block_sizes, logits: Logits, dropout: float, causal: bool, q, k) -> tiles.Tiling:

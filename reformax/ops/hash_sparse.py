@@ -135,8 +135,7 @@ class hash_sparse(AttentionOp):
             return block_kernels.attend(layout, interpret, inputs)[0]
 
         obstacles = kernel_obstacles(q, k, v, call.logits)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        out = compute_by(self.impl, implementations)
+        out = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
         out = out.reshape(n_batch, n_heads, length, -1)
         slot = inverse_permutation(queries.position)
         out = jnp.take_along_axis(out, slot[..., None], axis=2, mode="promise_in_bounds")

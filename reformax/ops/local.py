@@ -182,16 +182,14 @@ class local(RingDecoding, AttentionOp):
 
         in_chunks = functools.partial(self._in_chunks, call, q, k, v)
         arrays, options = (q, k, v, call.logits), dict(wrap=self.wrap)
-        implementations = {
-            "cudnn": (not_for_cudnn, in_cudnn),
-            "pallas": (kernel_obstacles(*arrays, **options), in_chunks),
-            "mosaic": (
-                mosaic_obstacles(*arrays, **options, dropout=call.dropout),
-                functools.partial(in_chunks, False, True),
-            ),
-            "xla": (None, in_chunks),
-        }
-        return compute_by(self.impl, implementations)
+        not_for_mosaic = mosaic_obstacles(*arrays, **options, dropout=call.dropout)
+        return compute_by(
+            self.impl,
+            in_chunks,
+            cudnn=(not_for_cudnn, in_cudnn),
+            pallas=(kernel_obstacles(*arrays, **options), in_chunks),
+            mosaic=(not_for_mosaic, functools.partial(in_chunks, False, True)),
+        )
 
     def _in_chunks(self, call: Call, q, k, v, interpret: Interpret = None, mosaic=False):
         k, v = repeat_heads(q, k, v)

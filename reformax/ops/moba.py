@@ -125,8 +125,7 @@ class moba(AttentionOp):
             return chosen[:, :, :length]
 
         obstacles = kernel_obstacles(q, k, None, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _apply(self, call, params, q, k, v, plan):
         del params
@@ -153,8 +152,7 @@ class moba(AttentionOp):
         obstacles = kernel_obstacles(
             q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2
         )
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _init_cache(self, call, params, q, k, v, plan) -> MobaCache:
         del params, q, plan

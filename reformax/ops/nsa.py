@@ -281,8 +281,7 @@ class nsa(AttentionOp):
             return fitted._select_in_arrays(call, q, summaries, ids, first_position)
 
         obstacles = fitted._obstacles(call, q, k, None)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        return compute_by(self.impl, implementations)
+        return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _select_in_arrays(
         self,
@@ -324,8 +323,7 @@ class nsa(AttentionOp):
         in_arrays = functools.partial(fitted._in_arrays, call, *arrays)
         in_kernels = functools.partial(fitted._in_kernels, call, *arrays)
         obstacles = fitted._obstacles(call, q, k, v)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        others = compute_by(self.impl, implementations)
+        others = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
         return _gated((*others, in_window), gates["gate"]).astype(v.dtype)
 
     def _branch_projections(self, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:

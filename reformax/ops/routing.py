@@ -181,8 +181,7 @@ class routing(AttentionOp):
         in_arrays = functools.partial(self._in_arrays, call, *arrays)
         in_kernels = functools.partial(self._in_kernels, call, *arrays)
         obstacles = kernel_obstacles(q, keys, v, call.logits)
-        implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-        out, row_sum = compute_by(self.impl, implementations)
+        out, row_sum = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
         if self.attend_self_if_alone:
             alone = dropped_self_values(v.astype(dtype), call.dropout, call.seed)
             alone = jnp.swapaxes(alone, 1, 2)

@@ -73,12 +73,9 @@ class shared_qk(RingDecoding, AttentionOp):
             mask = except_self(mask, self.attend_self_if_alone)
             return reference_attention(q, length_normalize(q), v, mask, call)
 
-        implementations = {
-            "cudnn": (obstacle, in_cudnn),
-            "pallas": (kernel_obstacles(q, None, v, call.logits), in_kernels),
-            "xla": (None, lambda: attend(q, v)),
-        }
-        return compute_by(self.impl, implementations)
+        obstacles = kernel_obstacles(q, None, v, call.logits)
+        others = dict(pallas=(obstacles, in_kernels), cudnn=(obstacle, in_cudnn))
+        return compute_by(self.impl, lambda: attend(q, v), **others)
 
 
 def _to_those_before(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from reformax.ops.numerics.auxiliary_loss import with_loss
+from tests.ops.indexed import rounded
 from tests.ops.low_rank import logits
 
 
@@ -37,6 +38,7 @@ def index_scores(options, params, x):
     queries = x.rotated(jnp.einsum("btnh,nhjd->btjd", q, index["query"]))
     series = (jnp.einsum("btgh,ghsd->btsd", k, index[name]) for name in ("key", "gate"))
     keys = x.rotated(x.summaries(index, *series), x.firsts)[:, :, 0]
+    queries, keys = (rounded(x, options.get("index_dtype", "float32")) for x in (queries, keys))
     weights = 1 + jnp.einsum("btnh,nhj->btj", q, index["weight"])
     products = jax.nn.relu(jnp.einsum("btjd,bcd->bjtc", queries, keys))
     summed = jnp.einsum("btj,bjtc->btc", weights, products)

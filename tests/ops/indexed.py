@@ -96,13 +96,14 @@ def vectors(options, params, q, k, mask=None):
     if indexer.rotary:
         queries = _rotated(queries, jnp.arange(k.shape[1]))
         keys = _rotated(keys[:, :, None], position)[:, :, 0]
-    if indexer.dtype == "bfloat16":
-        queries, keys = _rounded(queries), _rounded(keys)
+    queries, keys = (rounded(x, indexer.dtype) for x in (queries, keys))
     return queries, keys, 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"])
 
 
-def _rounded(x):
-    return x + jax.lax.stop_gradient(x.astype("bfloat16").astype(x.dtype) - x)
+def rounded(x, dtype):
+    if dtype == "float32":
+        return x
+    return x + jax.lax.stop_gradient(x.astype(dtype).astype(x.dtype) - x)
 
 
 def _rotated(x, position):

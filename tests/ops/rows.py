@@ -444,6 +444,7 @@ _BEST_SUMMARIES = {
     "window": (6, 4, 64),
     "n_index_heads": (2, 1, 3),
     "d_index": (4, 1, 7),
+    "index_dtype": ("float32", "bfloat16"),
     "index_loss": (1.0, 0.5),
 }
 _ALL_SUMMARIES = {"block_size": (4, 1, 6), "window": (6, 9, 64)}

@@ -4,6 +4,7 @@ Published implementations have let summaries of the future be seen, summed paddi
 segments, and hidden the last block or weighted the zeros behind it. A test each.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -144,12 +145,13 @@ def test_grouped_heads_and_rotations_are_those_of_the_equations(op, shares):
     assert_trees_close(*both(x, d_out), 2e-5)
 
 
-def test_a_query_chooses_the_best_complete_summaries_of_its_segment():
-    op = OPS[1]
+@pytest.mark.parametrize("index_dtype, impl", [("float32", "xla"), ("bfloat16", INTERPRETED)])
+def test_a_query_chooses_the_best_complete_summaries_of_its_segment(index_dtype, impl):
+    op = dataclasses.replace(OPS[1], index_dtype=index_dtype, impl=impl)
     x = inputs.draw(op, length=30)
     ids = np.repeat([[1, 2]], [13, 17], axis=1).repeat(2, axis=0)
     plan = jax.jit(lambda x: inputs.plan(op, x, segment_ids=jnp.asarray(ids), causal=True))(x)
-    options = dict(**SIZES, n_index_heads=2, learned_sinks=True)
+    options = dict(**SIZES, n_index_heads=2, index_dtype=index_dtype, learned_sinks=True)
     mask = visible(Shape(2, 30, 30, 2), True, ids)
 
     @jax.jit

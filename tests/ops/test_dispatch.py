@@ -108,17 +108,18 @@ def test_no_text_asks_for_the_interpreter():
 
 
 @pytest.mark.parametrize("impl", ["auto", "pallas", "xla", dispatch.INTERPRETED])
-def test_a_table_computes_by_the_implementation_that_is_chosen(monkeypatch, impl):
+def test_a_call_is_computed_by_the_implementation_that_is_chosen(monkeypatch, impl):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     obstacles = dispatch.KernelObstacles(call=None, chip="head size 256")
-    table = {"pallas": (obstacles, lambda interpret: interpret), "xla": (None, lambda: "arrays")}
+
+    def compute(impl, obstacles):
+        pallas = obstacles, lambda interpret: interpret
+        return dispatch.compute_by(impl, lambda: "arrays", pallas=pallas)
+
     if impl == "pallas":
         with pytest.raises(NotImplementedError, match="^impl='pallas' with head size 256: use"):
-            dispatch.compute_by(impl, table)
+            compute(impl, obstacles)
     else:  # the interpreter has no chip
         want = True if impl == dispatch.INTERPRETED else "arrays"
-        assert dispatch.compute_by(impl, table) == want
-    table["pallas"] = None, table["pallas"][1]
-    assert (dispatch.compute_by("auto", table), dispatch.compute_by("pallas", table)) == (
-        False,
-    ) * 2
+        assert compute(impl, obstacles) == want
+    assert compute("auto", None) is compute("pallas", None) is False

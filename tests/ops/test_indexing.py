@@ -15,6 +15,7 @@ from reformax.ops.indexing.indexer import Indexed, Indexer
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, scores_of_gathered
 from reformax.ops.masking.visibility import Side
+from reformax.ops.numerics.precision import rounded
 
 KEY = jax.random.key(3)
 ALL_CLUSTERS = Clustered(stride=4, n_clusters=100, n_nearest=106)
@@ -118,6 +119,27 @@ def test_zeros_of_either_sign_are_a_tie():
     assert (x.queries.weights < 0).any()
     got = choose(Indexer(), x, 12, True)
     assert as_sets(got) == plain(Indexer(), x, 12, True, np.ones((2, 40), np.int32))
+
+
+def test_infinity_is_rounded_to_itself():
+    """So an infinite vector is chosen as in float32, by those whose scores it makes infinite."""
+    x, dtype = jnp.array([np.inf, -np.inf, np.nan, 1 + 2**-9, -3.0]), "bfloat16"
+    np.testing.assert_array_equal(rounded(x, dtype), [np.inf, -np.inf, np.nan, 1, -3])
+    gradient = jax.grad(lambda x: jnp.sum(rounded(x, dtype) * jnp.arange(5.0)))(x)
+    np.testing.assert_array_equal(gradient, np.arange(5))
+    vectors = integers(20)
+    vectors.keys[:, 7] = np.inf
+    vectors.keys[:, 9] = -np.inf
+    vectors.queries.queries[:] = 1 + (vectors.queries.queries > 0)
+
+    def chosen(dtype):
+        indexer = Indexer(dtype=dtype)
+        queries = indexer.scored(vectors.queries.queries, jnp.arange(20)[None])
+        keys = indexer.scored(vectors.keys[:, :, None], jnp.arange(20)[None])[:, :, 0]
+        index = vectors.queries._replace(queries=queries)
+        return choose(indexer, Indexed(index, keys), 5, True)
+
+    np.testing.assert_array_equal(chosen("bfloat16"), chosen("float32"))
 
 
 @pytest.mark.parametrize("score", ["relu", "product"])

@@ -88,21 +88,22 @@ def check_impl(impl: str, *others: str) -> None:
 
 def compute_by(
     impl: str,
-    implementations: Mapping[str, tuple[str | KernelObstacles | None, Callable[..., T]]],
+    in_arrays: Callable[[], T],
     pays: bool = True,
+    **others: tuple[str | KernelObstacles | None, Callable[..., T]],
 ) -> T:
     """A call's result by the implementation that `choose_impl` takes.
 
     Args:
       impl, pays: as in `choose_impl`.
-      implementations: by name, the obstacle that `choose_impl` takes and the function that computes
-        the call. That of "pallas" takes whether kernels are interpreted, as `choose_kernels` says.
+      in_arrays: computes the call in array operations, "xla".
+      **others: by name, the obstacle that `choose_impl` takes and the function that computes the
+        call. That of "pallas" takes whether kernels are interpreted, as `choose_kernels` says.
     """
-    obstacles = {name: obstacle for name, (obstacle, _) in implementations.items()}
-    chosen = choose_impl(impl, pays, **obstacles)
+    chosen = choose_impl(impl, pays, **{name: obstacle for name, (obstacle, _) in others.items()})
     if chosen in KERNELS:
-        return implementations["pallas"][1](chosen == INTERPRETED)
-    return implementations[chosen][1]()
+        return others["pallas"][1](chosen == INTERPRETED)
+    return in_arrays() if chosen == "xla" else others[chosen][1]()
 
 
 def choose_kernels(

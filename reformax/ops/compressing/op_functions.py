@@ -165,8 +165,8 @@ class Compressed(LearnedSinks):
             return self._attend_to_summaries(call, params, rotated[0], summaries, near, plan, q, k)
 
         obstacles = self._obstacles(call, *rotated, plan)
-        implementations = {"pallas": (obstacles, by_kernels), "xla": (None, by_arrays)}
-        out = compute_by(self.impl, implementations).reshape(*q.shape[:3], v.shape[3])
+        out = compute_by(self.impl, by_arrays, pallas=(obstacles, by_kernels))
+        out = out.reshape(*q.shape[:3], v.shape[3])
         return self._output(out, position).astype(v.dtype)
 
     def _in_kernels(

@@ -159,8 +159,7 @@ def hash_by(
 
     obstacles = kernel_obstacles(vectors, None, None)
     in_arrays = functools.partial(_hash_in_arrays, rotations, vectors, factors)
-    implementations = {"pallas": (obstacles, in_kernels), "xla": (None, in_arrays)}
-    return compute_by(impl, implementations, pays=vectors.shape[1] > 1)
+    return compute_by(impl, in_arrays, pallas=(obstacles, in_kernels), pays=vectors.shape[1] > 1)
 
 
 def _hash_in_arrays(

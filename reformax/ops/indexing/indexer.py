@@ -7,7 +7,7 @@ of them by their distance, Q queries of a chunk, M candidates of a query.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,18 @@ from reformax.ops.indexing.candidates.base import (
 )
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
+from reformax.ops.indexing.scores import (
+    IndexQueries,
+    Score,
+    gathered,
+    scores,
+    scores_of_gathered,
+)
 from reformax.ops.indexing.streaming import best_keys, best_over
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.precision import IndexDtype, rounded
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 from reformax.ops.sharding import queries as sharding
@@ -86,7 +93,7 @@ class Indexer(Options):
     group: Size = 1
     candidates: Candidates | None = None
     block_size: Size = 1
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: IndexDtype = "float32"
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,18 +130,9 @@ class Indexer(Options):
             "n_local": f"{self.n_local} in a call that is not causal" if both_ways else None,
         }
 
-    @property
-    def n_parts(self) -> int | None:
-        """The parts of bfloat16 that hold a number; None: as many as float32 takes."""
-        return 1 if self.dtype == "bfloat16" else None
-
     def scored(self, x: Float[Array, "B T J D"], position: Int[Array, "B T"]) -> Array:
         """Index queries or keys as they are scored: rotated to their positions, and rounded."""
-        x = rotary(x, position) if self.rotary else x
-        if self.dtype == "float32":
-            return x
-        # XLA may leave out a cast there and back. The sum is exact.
-        return x + lax.stop_gradient(lax.reduce_precision(x, 8, 7) - x)
+        return rounded(rotary(x, position) if self.rotary else x, self.dtype)
 
     def n_local_keys(self, causal: bool, length: int) -> int:
         """L for a length."""
@@ -221,7 +219,7 @@ class Indexer(Options):
 
             masks = (None, None) if segment_ids is None else (ids, block_ids)
             arrays = *x.queries, keys, *masks
-            sizes = dict(span=self.block_size, n_parts=self.n_parts or 2)
+            sizes = dict(span=self.block_size, dtype=self.dtype)
             found = kernel.choose_positions(n_best, True, interpret, *arrays, **sizes)
         return self._positions_of(found, position)
 
@@ -434,7 +432,7 @@ class Indexer(Options):
             if rule.n_local or sharding.axis_of(shard) is not None:
                 # A query chooses what a query `n_local` positions before it sees.
                 first = queries.position[0, 0] - rule.n_local
-            sizes = dict(n_parts=self.n_parts or 2, first=first)
+            sizes = dict(dtype=self.dtype, first=first)
             return choose_positions(n_best, rule.causal, interpret, *arrays, **sizes)
         if self.candidates is None:
             arrays = queries.index, keys.keys, side, keys.ids
@@ -445,11 +443,10 @@ class Indexer(Options):
         if interpret is not None:
             from reformax.ops.kernels.triton import candidate_scores as kernel
 
-            n_parts = self.n_parts or 3
-            parts = kernel.parts_of(n_parts, keys.keys[:, :, None])
+            parts = kernel.parts_of(keys.keys[:, :, None], self.dtype)
 
             def choose(index: IndexQueries, found: Int[Array, "B Q M"]) -> Int[Array, "B Q K"]:
-                queries = kernel.parts_of(n_parts, index.queries)
+                queries = kernel.parts_of(index.queries, self.dtype)
                 return kernel.choose(n_best, interpret, queries, index.weights, parts, found)
 
         def of_chunk(vectors, weights, position, ids, *found):

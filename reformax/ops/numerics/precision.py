@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+# What an indexer rounds its vectors to, in arrays of float32.
+IndexDtype = Literal["float32", "bfloat16"]
 
 
 def accum_dtype(*dtypes: Any) -> Any:
@@ -36,6 +39,19 @@ def product(
         sums = written
     out = jnp.einsum(spec, x, y, precision=precision, preferred_element_type=sums)
     return out if written is None else out.astype(written)
+
+
+def rounded(x: Float[Array, "*d"], dtype: IndexDtype) -> Float[Array, "*d"]:
+    """Index queries or keys rounded to `dtype`; the gradient is that of what is not rounded."""
+    return x if dtype == "float32" else _to_bfloat16(x)
+
+
+@jax.custom_jvp
+def _to_bfloat16(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    return lax.reduce_precision(x, 8, 7)  # XLA may leave out a cast there and back
+
+
+_to_bfloat16.defjvp(lambda x, dx: (_to_bfloat16(*x), *dx))
 
 
 def in_three(x: Float[Array, "*d"], dtype: Any) -> tuple[Float[Array, "*d"], ...]:

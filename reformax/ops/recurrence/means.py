@@ -65,7 +65,7 @@ def mean(
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
         return _mean(interpret, x, segment_ids)
 
-    found = compute_by(impl, {"pallas": (_obstacles(x), in_kernels), "xla": (None, in_arrays)})
+    found = compute_by(impl, in_arrays, pallas=(_obstacles(x), in_kernels))
     return found.astype(v.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Attention to every visible key by kernels: the rows that dense and flash attention share."""
+"""Attention to every visible key by the kernels that dense and flash attention share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_kernels(
     k: Float[Array, "B S G H"],
     v: Float[Array, "B S G V"],
 ) -> dict[str, tuple[str | KernelObstacles | None, Callable[..., Float[Array, "B T N V"]]]]:
-    """The rows "cudnn" and "pallas" of a table for `dispatch.compute_by`."""
+    """`cudnn` and `pallas` of `dispatch.compute_by`."""
 
     def in_cudnn() -> Float[Array, "B T N V"]:
         scale, lengths = call.logits.scale, call.lengths

@@ -82,7 +82,7 @@ class Coded(Candidates):
             return None
         arrays = *self._of_queries(x, index), prepared, x.segment_ids, x.segment_ids
         n_best = min(self.n_best, x.keys.shape[1])
-        return kernel.choose_positions(n_best, x.causal, interpret, *arrays, n_parts=1)
+        return kernel.choose_positions(n_best, x.causal, interpret, *arrays, dtype="bfloat16")
 
     def losses(self, x: IndexedKeys, queries: QueryChunk) -> Float[Array, "B Q"]:
         index, keys = lax.stop_gradient((queries.index, x.keys))

@@ -27,7 +27,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.indexer import COLUMNS, in_order, padded_length
 from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
-from reformax.ops.numerics.precision import in_three
+from reformax.ops.numerics.precision import IndexDtype, in_three
 
 
 class CandidateInputs(NamedTuple):
@@ -64,12 +64,12 @@ def _scores_kernel(x: CandidateInputs, out):
     lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_candidates // COLUMNS)), score, None)
 
 
-def parts_of(n: int, x: Float[Array, "*d D"]) -> tuple[Float[Array, "*d D"], ...]:
-    """Float32 vectors as sums of `n` parts of bfloat16: tensor cores have no float32 products.
+def parts_of(x: Float[Array, "*d D"], dtype: IndexDtype) -> tuple[Float[Array, "*d D"], ...]:
+    """Float32 vectors as sums of parts of bfloat16: tensor cores have no float32 products.
 
-    Three parts hold any, and one what bfloat16 holds.
+    Three parts hold any, and one what was rounded to bfloat16.
     """
-    return (x.astype(jnp.bfloat16),) if n == 1 else in_three(x, jnp.bfloat16)
+    return (x.astype(jnp.bfloat16),) if dtype == "bfloat16" else in_three(x, jnp.bfloat16)
 
 
 def choose(

@@ -33,6 +33,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.best import with_nan_highest
+from reformax.ops.numerics.precision import IndexDtype
 
 # Queries and keys of a tile.
 ROWS, COLUMNS, WARPS = 128, 64, 8
@@ -238,7 +239,7 @@ def choose_positions(
     ids: Int[Array, "B T"] | None,
     key_ids: Int[Array, "B S"] | None,
     span: int = 1,
-    n_parts: int = 2,
+    dtype: IndexDtype = "float32",
     first: Int[Array, ""] | None = None,
 ) -> Int[Array, "B T K"]:
     """The numbers of the keys with the highest scores, in order; -1 is none.
@@ -253,12 +254,12 @@ def choose_positions(
       queries, weights, keys: the indexer's arrays, float32.
       ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
-      n_parts: 1 where bfloat16 holds queries and keys.
+      dtype: what queries and keys were rounded to.
       first: the position of the first query, of queries that are a shard of a sequence. None: 0.
         Queries of positions below 0 see no keys.
     """
     n_batch, length, n_keys = *queries.shape[:2], keys.shape[1]
-    if n_parts == 1:
+    if dtype == "bfloat16":
         queries, keys = ((x.astype(jnp.bfloat16),) for x in (queries, keys))
         key_scale = None
     else:  # tensor cores have no float32 products
