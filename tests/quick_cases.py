@@ -28,11 +28,10 @@ QUICK = {
         "test_numbers_at_their_bounds_are_those_of_float32": [
             "flash-options0",
             "gated_linear-options1",
-            "kda-options3",
         ],
     },
     "ops/test_flash_program.py": {
-        "test_a_program_says_what_is_visited_and_seen": ["False-None", "True-0.7"],
+        "test_a_program_says_what_is_visited_and_seen": ["True-0.7"],
     },
     "ops/test_kept_mass.py": {
         "test_the_share_is_that_of_the_whole_matrix": ["False-moba", "True-lsh"],
@@ -49,7 +48,7 @@ QUICK = {
         ],
     },
     "convert/test_hostile_files.py": {
-        "test_odd_values_of_a_decoder_are_told_or_make_a_model": ["llama", "qwen3_5_text"],
+        "test_odd_values_of_a_decoder_are_told_or_make_a_model": ["qwen3_5_text"],
     },
     # Those with alternatives of several kinds.
     "test_config_headers.py": {
@@ -67,7 +66,6 @@ QUICK = {
     # Of the families, those of other parts than Llama's.
     "convert/test_decoders.py": {
         "test_logits_and_greedy_tokens_are_those_of_the_fixture": [
-            "qwen3.5",
             "gemma 3, narrow",
             "olmo hybrid, still",
         ],
@@ -132,10 +130,13 @@ QUICK = {
     },
     # Of any number of beams the search is compared with one that is written out.
     "generation/test_translate.py": {
+        "test_the_search_is_the_one_written_out": ["reformer-0.6", "reformer-2.0"],
+        "test_the_search_is_the_one_written_out_where_any_token_may_end": ["1.0"],
         "test_a_beam_of_one_is_greedy_decoding_by_whole_forwards": [],
         "test_no_search_scores_below_greedy_decoding": [],
     },
     "layers/test_affine.py": {
+        "test_narrow_weights_round_the_output_before_it_is_added": ["float16"],
         "test_it_is_the_equation": [
             f"{sizes}-{rows}-{impl}"
             for sizes, rows in (
@@ -176,7 +177,7 @@ QUICK = {
             "shared_qk-n_kv_heads",
             "lsh-n_qk_heads",
         ],
-        "test_decoding": ["moba-n_qk_heads", "longformer-n_kv_heads"],
+        "test_decoding": ["longformer-n_kv_heads"],
     },
     "layers/test_float8.py": {"test_layers_round_in_training_alone": ["xla"]},
     "layers/test_low_rank_projections.py": {
@@ -243,15 +244,20 @@ QUICK = {
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
-        "test_hashing_keeps_documents_apart": ["chunks"],
+        "test_a_window_of_one_document_is_as_without_segments": [],  # windows of several
+        "test_hashing_keeps_documents_apart": [],  # `ops/test_against_oracle.py` has packed hashing
     },
     "models/test_encoder.py": {
+        "test_a_row_is_read_whole_and_its_padding_is_not": ["cls"],
         "test_cudnn_is_asked_and_told_the_lengths_of_rows": ["reversible"],
     },
     "models/test_kept_mass.py": {
         "test_no_way_of_computing_a_transformer_changes_it": ["{'remat_policy': 'attention'}"],
     },
     "models/test_lm.py": {
+        "test_logits_may_be_in_bfloat16": ["True"],
+        "test_evaluation_has_no_dropout_and_its_own_hashes": ["ReformerLM"],
+        "test_features_are_of_the_tokens_shifted_right": ["ReformerLM"],
         "test_another_attention_is_one_gin_line": ["flash"],
         "test_apply_is_logits_of_features": ["ReformerLM"],
         "test_one_models_weights_serve_every_length": ["axial"],
@@ -278,6 +284,12 @@ QUICK = {
         "test_with_the_plan_given_nothing_reads_the_future": ["flash", "linear", "lsh"],
     },
     "ops/test_alignment.py": {
+        "test_all_positions_stand_once_and_segments_apart": [
+            "False-30-1-4-3",
+            "False-23-40-1-1",
+            "True-1-30-4-1",
+            "True-60-20-3-3",
+        ],
         # `ops/test_recall.py` has the recall within a sequence.
         "test_across_sequences_it_finds_what_it_finds_within_one": [],
         "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
@@ -302,7 +314,10 @@ QUICK = {
         "test_rows_in_parts_are_one_attention": ["None-False-True-0.0-16-sizes2"],
         "test_segments_leave_out_the_tiles_that_none_of_them_is_in": ["True"],
     },
-    "ops/test_calls.py": {"test_a_mask_of_keys_is_padding_in_segments": ["lsh"]},
+    "ops/test_calls.py": {
+        "test_a_mask_of_keys_is_padding_in_segments": ["lsh"],
+        "test_queries_of_another_dtype_have_gradients": ["op0", "op1"],
+    },
     "ops/test_chunked_kernel.py": {
         "test_it_lowers_for_a_gpu": ["64-bfloat16"],
         "test_many_blocks_are_one_attention": ["options8-0-True-tiles8-83"],
@@ -317,16 +332,17 @@ QUICK = {
     "ops/test_decoding.py": {
         "test_arrays_without_padding": ["linear"],
         "test_bfloat16": ["local"],
-        "test_the_impl_of_an_op_decides_its_step": ["flash", "local"],
+        "test_the_impl_of_an_op_decides_its_step": ["flash"],
         "test_beams_share_their_past": ["flash", "shared_qk", "local"],
         "test_the_kernel_of_one_query": [
             "2-20-sizes1-float32-given1",
             "4-130-sizes3-bfloat16-given3",
         ],
-        "test_the_kernel_of_one_query_adds_a_key": ["False-3-3-sizes1", "True-4-2-sizes0"],
+        "test_the_kernel_of_one_query_adds_a_key": ["True-4-2-sizes0"],
         "test_a_step_sees_no_further_than_the_sequence": ["local", "asymmetric", "strict"],
     },
     "ops/test_indexing.py": {
+        "test_the_best_of_each_devices_keys_are_the_best_of_all": ["7"],
         "test_recall_rises_with_hashes_and_with_blocks": [],
         "test_a_segment_sees_nothing_of_its_neighbours": ["hashed"],
         "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": ["clusters-packed-True"],
@@ -359,7 +375,7 @@ QUICK = {
         "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
     },
     "ops/test_forward_mode.py": {
-        "test_a_jvp_is_the_central_difference": ["linear", "flash"],
+        "test_a_jvp_is_the_central_difference": ["flash"],
     },
     "ops/test_global_tokens.py": {
         "test_outputs_and_gradients": ["True-segment_ids1-dilation1-4-True-0.3-xla"],
@@ -428,14 +444,12 @@ QUICK = {
         "test_kernels_select_what_array_operations_do": ["heads2-sizes2-bfloat16-32768-options2"],
     },
     "ops/test_padding.py": {
-        "test_booleans_are_ids": ["anywhere-linear", "anywhere-longformer"],
+        "test_booleans_are_ids": ["anywhere-longformer"],
         "test_lengths_are_booleans": ["False-flash"],
-        "test_padding_costs_linear_attention_no_sort_and_no_mask": [
-            "True-lengths",
-            "False-segment_ids",
-        ],
+        "test_padding_costs_linear_attention_no_sort_and_no_mask": ["False-segment_ids"],
     },
     "ops/test_placement.py": {
+        "test_masks_and_biases_are_split_as_they_need": ["shape2"],
         "test_rows_and_heads_are_computed_where_they_lie": ["lsh"],
         "test_a_mesh_may_be_in_use": ["lsh(chunk_len=8)-False", "flash()-True"],
     },
@@ -468,7 +482,7 @@ QUICK = {
     "ops/test_shards.py": {
         "test_rows_are_those_of_the_whole_batch": ["linformer"],
         "test_steps_are_those_of_the_whole_batch": ["linear"],
-        "test_rows_and_heads_are_split": ["linear()", "local(chunk_len=4)"],
+        "test_rows_and_heads_are_split": ["linear()"],
         "test_queries_are_split_and_keys_are_whole": ["flash()"],
     },
     "ops/test_shared_qk.py": {
@@ -511,6 +525,24 @@ QUICK = {
         "test_a_dry_run_needs_no_data_and_no_extra": ["enwik8.gin-sizes1"],
     },
     "training/test_training_carried.py": {"test_the_change_arrives": ["slots"]},
+    "training/test_training_checkpoint.py": {
+        "test_what_another_machine_sees_is_waited_for": ["True"],
+        "test_damage_is_told_with_the_way_back": [
+            "arrays-change",
+            "checkpoint.json-cut",
+            "manifest.json-<lambda>",
+        ],
+    },
+    "training/test_training_damage.py": {
+        "test_an_error_of_the_system_is_no_damage": [
+            "manifest.json-5",
+            "manifest.json-116",
+            "_METADATA-13",
+            "_METADATA-24",
+            "metrics.jsonl-5",
+            "metrics.jsonl-24",
+        ],
+    },
     "training/test_training_durability.py": {
         "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5"],
         "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
@@ -526,9 +558,11 @@ QUICK = {
         ],
     },
     "training/test_training_loop.py": {
+        "test_signals_sent_twice_at_once_save": ["15"],
         "test_a_signal_saves_and_a_rerun_computes_the_same_bits": ["13-15"],
     },
     "training/test_training_optimizer.py": {
+        "test_a_schedule_is_as_long_as_its_run": ["trapezoid"],
         "test_a_schedule_is_a_learning_rate": ["adamw"],
         "test_every_option_changes_the_updates": [
             "adam-learning_rate",
@@ -552,10 +586,19 @@ QUICK = {
         "test_a_step_changes_the_features_of_a_wider_model_as_much": ["0.2-True"],
     },
     "training/test_training_paths.py": {
+        "test_a_first_checkpoint_that_does_not_read_back_ends_the_run": [
+            "<lambda>-b.c is not there",
+            "<lambda>-b.d has changed",
+        ],
         "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets"],
     },
     "training/test_training_metrics.py": {
         "test_each_line_has_tokens_a_second_and_the_share_of_the_peak": ["1000000000.0"],
+    },
+    "training/test_training_scripts.py": {
+        "test_a_warm_up_longer_than_the_run_is_told_as_it_was_typed": ["loop.train.steps"],
+        "test_a_signal_ends_the_script_saved": ["15-143"],
+        "test_the_rate_falls_to_the_last_step_however_the_steps_are_typed": ["True"],
     },
     "training/test_training_side_channels.py": {
         "test_broken_streams_cost_no_line": ["None-None"],
@@ -586,6 +629,7 @@ QUICK = {
         "test_an_example_trains_evaluates_and_samples": ["train_flax-flax"],
     },
     "test_nn.py": {
+        "test_padding_may_be_nan_and_changes_nothing": ["linear", "lsh"],
         "test_every_algorithm_without_weights": ["local", "lsh"],
         "test_as_jax_s_own": [
             "plain-dense",
@@ -615,6 +659,7 @@ QUICK = {
         "test_of_two_sequences_and_without_a_batch": ["flash"],
     },
     "ops/test_nan_scores.py": {
+        "test_clusters_take_nan": ["xla"],
         "test_nan_comes_out": [
             "moba-xla",
             "nsa-xla",
@@ -629,8 +674,6 @@ QUICK = {
             "float32-flash",
             "bfloat16-lsh",
             "float32-linear",
-            "bfloat16-longformer",
-            "float32-linformer",
         ],
     },
     "ops/test_top_k.py": {
@@ -641,5 +684,21 @@ QUICK = {
     },
     "test_own_jax_model.py": {
         "test_a_model_of_flax_trains_with_an_op": ["_nnx"],
+    },
+    "ops/test_dropout.py": {
+        "test_a_head": ["0-0-0.1", "1048576-786432-0.5"],
+        "test_a_weaker_hash_is_found": ["0"],
+    },
+    "training/test_training_saved_run.py": {
+        "test_what_is_not_finite_is_no_result": ["nan-logits.w", "3e+38-"],
+    },
+    "training/test_training_profile.py": {
+        "test_three_steps_are_traced_after_five": ["12-2", "4-0"],
+    },
+    "ops/test_hash_sparse.py": {
+        "test_tiles_that_share_a_pair_meet": ["True"],
+    },
+    "training/test_training_step.py": {
+        "test_each_step_and_micro_batch_has_its_own_randomness": ["2"],
     },
 }
