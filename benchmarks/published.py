@@ -13,7 +13,6 @@ more steps of ours and their times.
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 import tempfile
@@ -22,23 +21,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line, kernels
 from benchmarks.harness.calls import attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import alone, answers_of, ask
-from reformax import devices
+from benchmarks.harness.training_step import IN_A_ROW, MASKED, Shape, TrainingStep
 from reformax.cli import config, parsed
 from reformax.training import loop
-from reformax.training import mesh as mesh_lib
 from reformax.training import optimizer as optimizers
-from reformax.training import step as step_lib
 from reformax.training.settings import build
 
-IN_A_ROW, TRACED = 10, 3  # steps
+TRACED = 3  # steps
 # Settings of each config that make a tiny model of it.
 NAMES = {
     "gpt2": ("lm.TransformerLM.pos_axial_shape=(16,)", "lm.TransformerLM.first_token=0"),
@@ -55,31 +50,6 @@ TINY = (
     *("batch_size=2", "length=16"),
 )
 OVERRIDES = {"tiny": TINY, "cpu": TINY, "gpu": ()}
-MASKED = 0.15  # the share of tokens that are filled in
-
-
-class Shape(NamedTuple):
-    """A model, and the tokens of a step."""
-
-    d_model: int
-    n_layers: int
-    n_heads: int
-    batch: int
-    length: int
-    vocab_size: int
-    masked: bool  # a masked language model, which sees whole rows
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-    @property
-    def flop(self) -> int:
-        """Operations of a step's products; causal attention counts half."""
-        head = self.vocab_size + (self.d_model if self.masked else 0)
-        matrices = 12 * self.n_layers * self.d_model**2 + head * self.d_model
-        attention = (12 if self.masked else 6) * self.n_layers * self.d_model * self.length
-        return self.tokens * (6 * matrices + attention)
 
 
 class Job(NamedTuple):
@@ -105,48 +75,18 @@ def from_config(name: str, overrides: Sequence[str]) -> Job:
     return Job(model, found["optimizer"], shape, adamw)
 
 
-def checked(loss: float, shape: Shape) -> float:
-    """The first loss, in nats; `ArithmeticError` if it is not that of a guess."""
-    guess = math.log(shape.vocab_size)
-    if not abs(loss - guess) < 1:
-        raise ArithmeticError(f"first loss {loss:.3f}, expected about {guess:.3f}")
-    return loss
-
-
 def ours(job: Job, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
     """Compiles a step, and gives its first loss; then seconds of a step, `repeats` times."""
-    model, optimizer, shape, _ = job
-    mesh, size = mesh_lib.make({}, jax.devices()[:1]), (shape.batch, shape.length)
-    key = jax.random.PRNGKey(0)
-    init = step_lib.init_fn(model, optimizer, size, ema=False)
-    state = step_lib.jit_once(init, out_shardings=devices.replicated(mesh))(key)
-    of_tokens, of_targets, of_weights = jax.random.split(key, 3)
-    tokens, targets = (  # 0 would be padding
-        jax.random.randint(k, size, 1, shape.vocab_size) for k in (of_tokens, of_targets)
-    )
-    counted = jax.random.bernoulli(of_weights, MASKED if shape.masked else 1.0, size)
-    batch = (tokens, targets, counted.astype(jnp.float32))
-    batch = jax.device_put(batch, devices.over_tokens(mesh))
-    step = step_lib.step_fn(model, optimizer, mesh).lower(state, batch, key).compile()
-
-    def take(n: int) -> float:
-        nonlocal state
-        for _ in range(n):
-            state, metrics = step(state, batch, key)
-        return float(jax.block_until_ready((metrics, state))[0]["nats"].mean)
-
-    yield checked(take(1), shape)
+    step = TrainingStep(job.model, job.optimizer, job.shape).compile()
+    yield step.warm_up().first_loss
     for _ in range(repeats):
         with alone(lock):
-            take(2)
-            start = time.perf_counter()
-            take(IN_A_ROW)
-            seconds = (time.perf_counter() - start) / IN_A_ROW
-        yield seconds
+            step.turn()
+        yield step.seconds[-1]
         time.sleep(0.2)  # for the other to take its turn
     if profile:
         with alone(lock):
-            found = kernels.of(lambda: take(TRACED))
+            found = kernels.of(lambda: step.take(TRACED))
         table = Table("kernel", "ms a step", "calls a step", title="ours, by kernel")
         for name, (ms, calls) in found.items():
             table.row(name, f"{ms / TRACED:.3f}", f"{calls / TRACED:.0f}")
@@ -156,7 +96,7 @@ def theirs(answers: Iterator[dict[str, Any]], shape: Shape) -> Iterator[float]:
     """The same of PyTorch."""
     for answer in answers_of(answers):
         first = answer.get("first_loss")
-        yield answer["seconds"] if first is None else checked(first, shape)
+        yield answer["seconds"] if first is None else shape.checked(first)
 
 
 def measure(job: Job, repeats: int, python: str, profile: bool) -> dict[str, Any]:
@@ -197,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         def cells(known: tuple[float, ...], shape: Shape = shape) -> list[str]:
             first, *seconds = known
             median = statistics.median(seconds)
-            rates = shape.tokens / median, shape.flop / median / 1e12
-            return [f"{first:.3f}", f"{median * 1e3:.2f}", *(f"{rate:,.0f}" for rate in rates)]
+            rates = (f"{rate:,.0f}" for rate in shape.rates(median))
+            return [f"{first:.3f}", f"{median * 1e3:.2f}", *rates]
 
         for model, known in found.items():
             table.result(model, known=known, cells=cells)

@@ -48,7 +48,7 @@ def test_a_wrong_flag_or_setting_is_one_line(case, root):
         ("optimizer.adamw.learning_rate=@lm.ReformerLM", "or a schedule such as"),
         ("loop.train.model=@text.text()", "expected a model without its call"),
         ("loop.train.model=@text.text", "expected a model without its call"),
-        ("loop.train.task=@text.text", "expected a task, such as @stdlib.stdlib()"),
+        ("loop.train.task=@text.text", "without (): expected a task, such as @stdlib.stdlib()"),
         ("loop.train.optimizer=@optimizer.adamw", "expected an optimizer, such as"),
         ("steps=%steps", "the config's %steps needs itself: %steps -> %steps"),
         ("optimizer.adamw.learning_rate=@optimizer.adamw()", "needs itself"),

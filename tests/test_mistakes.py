@@ -65,7 +65,11 @@ SETTINGS = {
     "vocab_size=100": "expected 256 for bytes, or 260 and more for pieces",
     "length=1000000": "the bytes that text trains on",
     "n_layers=0": "n_layers is 0: expected at least 1",
-    "lm.ReformerLM.attention_type=@lsh.lsh": "expected",
+    "lm.ReformerLM.attention_type=@lsh.lsh": "lm.ReformerLM.attention_type is @lsh.lsh, without (): "
+    "expected an AttentionOp, such as @lsh.lsh(), or a cycle of them",
+    "lm.ReformerLM.attention_type='flash'": "is 'flash': expected an AttentionOp, such as @lsh.lsh",
+    "loop.train.optimizer=@optimizer.adam": "loop.train.optimizer is @optimizer.adam, without (): "
+    "expected an optimizer, such as @optimizer.adamw()",
     "text.text.vocabulary='none.json'": "give a tokenizer.json or a sentencepiece model",
 }
 DATA = {
@@ -145,6 +149,22 @@ def test_a_flag(command, answer, tmp_path):
 def test_a_setting(setting, answer, tmp_path):
     flags = ("--config_file=reformer_text.gin", "--data_dir=mine.txt", f"--output_dir={tmp_path}")
     assert SETTINGS[setting] in answer("train", *flags, f"--config={setting}")
+
+
+@pytest.mark.parametrize(
+    "typed, named",
+    [
+        (["lsh.lsh.n_hashes=0"], "lsh.lsh.n_hashes is 0: expected at least 1 and at most 1,024"),
+        (
+            ["attention=(@far/lsh.lsh(),)", "far/lsh.lsh.n_hashes=0"],
+            "far/lsh.lsh.n_hashes is 0: expected at least 1 and at most 1,024 (of far/lsh)",
+        ),
+    ],
+)
+def test_a_setting_of_an_attention_is_named_as_it_was_set(typed, named, answer, tmp_path):
+    """A function that a macro holds is called in a scope of the macro's name, which nobody typed."""
+    flags = ("--config_file=reformer_text.gin", "--data_dir=mine.txt", f"--output_dir={tmp_path}")
+    assert answer("train", *flags, *[f"--config={x}" for x in typed]) == named
 
 
 @pytest.mark.parametrize("data_dir", DATA)

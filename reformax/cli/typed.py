@@ -14,9 +14,11 @@ from reformax.cli import lookup
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
 _OF_EVALUATION = re.compile(r"evaluations\['([^']+)'\]\.(\w+)")
-_CALL = re.compile(r"(?<=such as )\w+\.\w+\(\)")
 # Arguments of parts whose user knows the model's alone.
 _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
+_CALL = re.compile(r"such as (?=\w+\.\w+\(\))")
+# The value of a line whose fix is a call.
+_UNCALLED = re.compile(r"(?<= is )<(?:class '(?:\w+\.)*|function )(\w+)[^>]*>(?=:.* as @)")
 
 
 def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
@@ -34,12 +36,19 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
         return match[1] if stays else name_of(match[1], owner) or match[1]
 
     line = _OF_EVALUATION.sub(lambda x: lookup.name_in_evaluation(x[1], x[2]) or x[0], line)
-    line = _CALL.sub(r"@\g<0>", line)
+    line = _UNCALLED.sub(_as_reference, _CALL.sub("such as @", line))
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
     )  # settings are outside of these; a run's name is one of them
     parts[::2] = [_NAME.sub(named, part) for part in parts[::2]]
-    return _FIRST.sub(named, "".join(parts))
+    line = _FIRST.sub(named, "".join(parts))
+    return line.removesuffix(f" (of {owner})") if lookup.is_macro(owner.split("/")[0]) else line
+
+
+def _as_reference(match: re.Match[str]) -> str:
+    """'@flash.flash, without ()' of a function or a class that the config gives as it is."""
+    selectors = [x for _, x in lookup.all_references() if x.endswith(f".{match[1]}")]
+    return f"@{lookup.short(selectors[0])}, without ()" if selectors else match[0]
 
 
 def name_of(name: str, of: str = "") -> str | None:
@@ -47,7 +56,9 @@ def name_of(name: str, of: str = "") -> str | None:
     scope, _, function = of.rpartition("/")
     for full in lookup.arguments():
         if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):
-            return lookup.macro_of(full) or f"{scope}/{full}".removeprefix("/")
+            # What a macro holds is called in a scope of its name, which a config need not set.
+            scoped = full if lookup.is_macro(scope) else f"{scope}/{full}".removeprefix("/")
+            return lookup.macro_of(full) or scoped
     *owner, argument = _OF_MODELS.get(name, name).split(".")
     wanted = ".".join([*owner, argument])
     found = [full for full in lookup.arguments() if f".{full}".endswith(f".{wanted}")]

@@ -6,22 +6,15 @@ The benchmark of byte-level language models, the Reformer's among them (Kitaev e
 
 from __future__ import annotations
 
-import hashlib
-import http.client
 import logging
-import urllib.request
 from pathlib import Path
 
-from reformax import durable
 from reformax.data import files
 from reformax.data.base import byte_language_model, split_bytes
 from reformax.declared import PathName, SettingError, checked
 from reformax.task import Task
 
 N_BYTES = 100_000_000
-URL = "http://mattmahoney.net/dc/enwik8.zip"
-SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
-_TIMEOUT = 20  # seconds
 
 
 @checked
@@ -31,15 +24,20 @@ def enwik8(data_dir: PathName | None = None) -> Task:
     Args:
       data_dir: a file, plain or .gz, .xz or .zip, or a folder with one whose name begins with
         `enwik8`. A part of enwik8 is split 90/5/5 in proportion, and a warning says so, because its
-        figures compare with no published ones. None: it is downloaded once, to
-        $XDG_CACHE_HOME/reformax/enwik8 or ~/.cache/reformax/enwik8.
+        figures compare with no published ones. None: tensorflow-datasets downloads it once, to
+        TFDS_DATA_DIR or ~/tensorflow_datasets.
 
     Raises:
       FileNotFoundError: data_dir does not exist or holds no enwik8.
       ValueError: the file is empty, damaged or too short, or the folder holds several.
+      ModuleNotFoundError: data_dir is None and tensorflow-datasets is not installed.
       OSError: the download failed.
     """
-    path = _downloaded() if data_dir is None else files.existing(data_dir)
+    if data_dir is None:
+        from reformax.data import enwik8_builder  # which needs tensorflow-datasets
+
+        return byte_language_model("enwik8", enwik8_builder.load())
+    path = files.existing(data_dir)
     if path.is_dir():
         path = _find(path)
     data = files.as_array(files.read_file(path))
@@ -52,26 +50,6 @@ def enwik8(data_dir: PathName | None = None) -> Task:
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
     task = byte_language_model("enwik8", splits)
     return task.replace(summary=lambda: [f"{path}: {len(data):,} bytes, cut into {sizes}"])
-
-
-def _downloaded() -> Path:
-    """The published file in the user's cache folder, downloaded the first time."""
-    path = durable.cache_folder("enwik8") / "enwik8.zip"
-    if path.is_file():
-        return path
-    instead = "download enwik8.zip yourself and pass --data_dir=its folder"
-    try:
-        request = urllib.request.Request(URL, headers={"User-Agent": "reformax"})
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
-            data = answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"{URL} could not be downloaded ({error}): {instead}") from None
-    if hashlib.sha256(data).hexdigest() != SHA256:
-        raise OSError(f"{URL} is another file by its SHA-256: {instead}")
-    with durable.explaining("written", path.parent):
-        durable.make_folder(path.parent)
-    durable.write(path, data)
-    return path
 
 
 def _find(folder: Path) -> Path:

@@ -29,6 +29,7 @@ COMMANDS = [
     ),
     ("attention", "--only moba --unchecked --at_once=2 --n_heads=1 --d_head=16", "| moba | "),
     ("families", "--only llama phi3 --peers", "| phi3 | ImportError: none here |"),
+    ("float8", "", "| float8, amax_history=16 | "),
     ("generation", "", "| reformax, ordinary | 1 |"),
     ("generation", "--prompt_len=70", "| dense | 70 | 1 | 0.0"),
     ("generation", "--prompt_len=70 --far csa 'dsa, hashed'", "| dsa, hashed | 70 | 1 | 0.0"),

@@ -8,16 +8,21 @@ import io
 import logging
 import lzma
 import os
+import subprocess
+import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from reformax.data import enwik8
+from reformax.data.base import split_bytes
 
 SPLITS = ("train", "valid", "test")
-TEXT = np.random.default_rng(0).integers(0, 256, 501, np.uint8).tobytes()
+# Each split has several blocks, the last one not full.
+TEXT = np.random.default_rng(0).integers(0, 256, 3_000_001, np.uint8).tobytes()
 SHORT = TEXT[:500]
 
 
@@ -57,6 +62,14 @@ def test_a_part_says_so_in_one_line(tmp_path, content, caplog):
     assert "500 bytes, not the 100,000,000 of enwik8: split 90/5/5" in message
 
 
+def test_a_download_without_tensorflow_datasets_says_how_to_install_it(
+    monkeypatch, fails_in_one_line
+):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # its import fails
+    with fails_in_one_line(ModuleNotFoundError, r"pip install 'reformax\[tfds\]', or download"):
+        enwik8.enwik8()
+
+
 def test_the_whole_says_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(enwik8, "N_BYTES", 500)
     (tmp_path / "enwik8").write_bytes(SHORT)
@@ -89,51 +102,110 @@ def test_prefix_of_the_real_enwik8(content):
 
 
 @pytest.fixture
+def builder():
+    pytest.importorskip("tensorflow_datasets")
+    from reformax.data import enwik8_builder
+
+    return enwik8_builder
+
+
+def expect(builder, monkeypatch, url, archive):
+    """Makes the builder expect an archive's size and checksum at `url`."""
+    info = builder.UrlInfo(
+        size=len(archive), checksum=hashlib.sha256(archive).hexdigest(), filename="enwik8.zip"
+    )
+    monkeypatch.setattr(builder, "URL", url)
+    monkeypatch.setattr(builder.Enwik8, "url_infos", {url: info})
+
+
+@pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server of tmp_path/www, in the place of the published one, and the list of its requests."""
+    """A server of tmp_path/www: its address and the list of its requests."""
     (tmp_path / "www").mkdir()
     asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
-            super().do_GET()
+            # Some servers refuse Python's own client and serve the downloader's.
+            if "urllib" in self.headers["User-Agent"]:
+                self.send_error(403)
+            else:
+                super().do_GET()
 
-        def log_message(self, *_):
-            pass
+        def log_message(self, format, *args):
+            asked.append(args[0])
 
     handler = functools.partial(Handler, directory=str(tmp_path / "www"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever)
         thread.start()
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(enwik8, "URL", f"http://127.0.0.1:{running.server_port}/enwik8.zip")
-        yield asked
+        yield f"http://127.0.0.1:{running.server_port}", asked
         running.shutdown()
         thread.join()
 
 
-def test_a_download_is_checked_and_made_once(
-    server, tmp_path, monkeypatch, content, fails_in_one_line
+def test_download_gives_the_bytes_once_and_then_from_disk(
+    builder, server, tmp_path, monkeypatch, content
 ):
+    address, asked = server
+    archive = packed(".zip", TEXT)
+    (tmp_path / "www" / "enwik8.zip").write_bytes(archive)
+    expect(builder, monkeypatch, f"{address}/enwik8.zip", archive)
+    home = str(tmp_path / "tfds")
+    splits = builder.load(home)
+    for split, expected in split_bytes(np.frombuffer(TEXT, np.uint8), "text").items():
+        np.testing.assert_array_equal(splits[split], expected)
+    assert asked
+    asked.clear()
+    again = builder.load(home)
+    assert not asked
+    np.testing.assert_array_equal(again["test"], splits["test"])
+
+    monkeypatch.setattr(builder, "load", lambda: again)
+    assert content(enwik8.enwik8()) == TEXT
+
+    # Reading back needs no TensorFlow.
+    script = f"""
+import sys, hashlib
+from reformax.data import enwik8_builder
+data = b"".join(s.tobytes() for s in enwik8_builder.load({home!r}).values())
+assert hashlib.md5(data).hexdigest() == {hashlib.md5(TEXT).hexdigest()!r}
+assert "tensorflow" not in sys.modules
+"""
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root)
+
+
+def test_builder_describes_the_published_file(builder):
+    ((url, info),) = builder.Enwik8.url_infos.items()
+    assert url == builder.URL == "http://mattmahoney.net/dc/enwik8.zip"
+    assert (info.size, info.filename) == (36_445_475, "enwik8.zip")
+    assert info.checksum == "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+
+
+def test_wrong_checksum_prepares_nothing(builder, server, tmp_path, monkeypatch, fails_in_one_line):
+    address, _ = server
+    right, wrong = packed(".zip", SHORT), packed(".zip", TEXT[1:501])
+    (tmp_path / "www" / "enwik8.zip").write_bytes(wrong)
+    expect(builder, monkeypatch, f"{address}/enwik8.zip", right)
+    home = str(tmp_path / "tfds")
+    with fails_in_one_line(OSError, r"wrong checksum.*pass --data_dir"):
+        builder.load(home)
+    (tmp_path / "www" / "enwik8.zip").write_bytes(right)
+    assert b"".join(s.tobytes() for s in builder.load(home).values()) == SHORT
+
+
+def test_missing_on_the_server(builder, server, tmp_path, monkeypatch, fails_in_one_line):
+    address, _ = server
+    expect(builder, monkeypatch, f"{address}/enwik8.zip", b"")
     with fails_in_one_line(OSError, "404.*: download enwik8.zip yourself and pass --data_dir"):
-        enwik8.enwik8()
-    archive = packed(".zip", SHORT)
-    monkeypatch.setattr(enwik8, "SHA256", hashlib.sha256(archive).hexdigest())
-    (tmp_path / "www/enwik8.zip").write_bytes(packed(".zip", TEXT[1:501]))
-    with fails_in_one_line(OSError, r"another file by its SHA-256.*pass --data_dir"):
-        enwik8.enwik8()
-    assert not (tmp_path / "cache").exists()
-    (tmp_path / "www/enwik8.zip").write_bytes(archive)
-    for _ in range(2):
-        assert content(enwik8.enwik8()) == SHORT
-    assert len(server) == 3
+        builder.load(str(tmp_path / "tfds"))
 
 
-def test_no_network(tmp_path, monkeypatch, fails_in_one_line):
-    monkeypatch.setattr(enwik8, "URL", "http://127.0.0.1:1/enwik8.zip")  # nobody listens there
+def test_no_network(builder, tmp_path, monkeypatch, fails_in_one_line):
+    # Nobody listens on port 1.
+    expect(builder, monkeypatch, "http://127.0.0.1:1/enwik8.zip", b"")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with fails_in_one_line(OSError, "refused.*: download enwik8.zip yourself and pass --data_dir"):
-        enwik8.enwik8()
+        builder.load(str(tmp_path / "tfds"))

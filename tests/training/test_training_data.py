@@ -91,6 +91,7 @@ def test_a_changed_text_stops_a_run_and_its_evaluation(folder, change, monkeypat
     split = "train" if change in ("replaced", "one bit") else "test"
     code, out, err = call(evaluate.main, monkeypatch, capsys, *scored(folder), f"--split={split}")
     assert (code, err.count("\n")) == (1, 1) and f"of checkpoint 3: {split} was " in err
+    assert err.endswith("as it was, or score what is there with --allow_changed_data\n")
     assert not (folder / f"run/evaluation_{split}.json").exists()
 
 

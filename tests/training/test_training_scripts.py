@@ -124,7 +124,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
         (["--checkpoint=99"], "no checkpoint of step 99"),
         (["--checkpoint=worst"], "checkpoint=worst must be best, latest, average:N or one of"),
         (["--stride=17"], "stride=17 must be from 1 to length=16"),
-        (["--config=tiny.TinyLM.d_model=7"], "is of another model"),
+        (["--config=tiny.TinyLM.d_model=7"], ": leave out the settings that change it\n"),
         (["--config=tiny.TinyLM.d_modle=7"], "did you mean d_model"),
         (["--data_dir=empty"], "no data in data_dir=empty"),
     ]:
