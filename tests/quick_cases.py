@@ -579,9 +579,6 @@ QUICK = {
     "training/test_training_metrics.py": {
         "test_each_line_has_tokens_a_second_and_the_share_of_the_peak": ["1000000000.0"],
     },
-    "training/test_training_scripts.py": {
-        "test_the_rate_falls_to_the_last_step_however_the_steps_are_typed": ["True"],
-    },
     "training/test_training_side_channels.py": {
         "test_broken_streams_cost_no_line": ["None-None"],
     },

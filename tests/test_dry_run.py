@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from reformax.cli import config, dummy_task, errors, train, translations
-from reformax.data import enwik8
 from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
@@ -34,11 +33,8 @@ def call(monkeypatch, capsys, tmp_path):
         ("transformer_multi30k.gin", ["n_layers=1", "length=32", "batch_size=1"]),
     ],
 )
-def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monkeypatch, tmp_path):
+def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    monkeypatch.setattr(enwik8, "URL", "http://127.0.0.1:1/enwik8.zip")  # nobody listens there
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = "transformer_enwik8_800k.gin" if file == "enwik8.gin" else file
     sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes
     flags = ["--dry_run", "--device_memory=3.5", *(f"--config={x}" for x in sizes)]
