@@ -32,7 +32,8 @@ from reformax.convert import (
     hugging_face_tensors,
     tables,
 )
-from reformax.convert.hugging_face_families import FAMILIES, Family
+from reformax.convert.hugging_face_families import FAMILIES
+from reformax.convert.hugging_face_family import Family
 from reformax.convert.hugging_face_files import (
     CONFIG,
     GENERATION,
