@@ -78,7 +78,7 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ff_chunk_size, keep_ff_outputs",
-    [(0, True), pytest.param(5, False, marks=pytest.mark.slow)],
+    [(0, True), (5, False)],
 )
 def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
     ff_chunk_size, keep_ff_outputs, monkeypatch
@@ -165,17 +165,12 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
     "options, rate",
     [
         (dict(n_layers=2, keep_ff_outputs=True), 0.1),
-        *(
-            pytest.param(options, rate, marks=pytest.mark.slow)
-            for options, rate in [
-                (dict(n_layers=4, keep_ff_outputs=True, scan_layers=False), 0.1),
-                (dict(n_layers=4, keep_ff_outputs=True, ff_chunk_size=24), 0.0),
-                (dict(n_layers=4, keep_ff_outputs=True, dtype="bfloat16"), 0.1),
-                (dict(n_layers=2), 0.0),
-                (dict(n_layers=2, keep_ff_outputs=True, cross=True), 0.1),
-                (dict(n_layers=2, scan_layers=False, cross=True, dtype="bfloat16"), 0.1),
-            ]
-        ),
+        (dict(n_layers=4, keep_ff_outputs=True, scan_layers=False), 0.1),
+        (dict(n_layers=4, keep_ff_outputs=True, ff_chunk_size=24), 0.0),
+        (dict(n_layers=4, keep_ff_outputs=True, dtype="bfloat16"), 0.1),
+        (dict(n_layers=2), 0.0),
+        (dict(n_layers=2, keep_ff_outputs=True, cross=True), 0.1),
+        (dict(n_layers=2, scan_layers=False, cross=True, dtype="bfloat16"), 0.1),
     ],
 )
 def test_exact_of_many_seeds(options, rate):

@@ -81,8 +81,8 @@ def test_two_slots_are_two_streams(monkeypatch):
     "dtype, options",
     [
         ("float32", {}),
-        pytest.param("bfloat16", dict(exact=True, n_layers=24), marks=pytest.mark.slow),
-        pytest.param("float32", dict(exact=True, keep_ff_outputs=True), marks=pytest.mark.slow),
+        ("bfloat16", dict(exact=True, n_layers=24)),
+        ("float32", dict(exact=True, keep_ff_outputs=True)),
     ],
 )
 def test_the_inputs_are_rebuilt(dtype, options):
