@@ -212,6 +212,8 @@ QUICK = {
         "test_it_computes_what_the_other_one_does_without_an_indexer": ["op0"],
     },
     "layers/test_reversible.py": {
+        "test_gradients_are_plain_autodiffs": ["False-0-options0-None"],
+        "test_neither_memory_nor_the_program_grows_with_depth": ["{}"],
         # `layers/test_feed_forward.py` has the memory of both passes in chunks.
         "test_chunks_of_the_feed_forward_layer_cost_memory_only": [],
     },

@@ -1,13 +1,9 @@
-"""Hugging Face's models: their files, and the tensors of `ReformerModelWithLMHead`.
+"""Hugging Face's models and their files.
 
 `FORMATS` has the models by their `model_type`. Each has tensors, and a config.json, of its own.
 
 Logits at position t there are those of token t + 1: `encode` reads tokens as they are, while
 `apply` shifts them right and puts token 0 in front, as the models were trained in Trax.
-
-A Reformer's logits add `lm_head.decoder.bias`, which version 4 of `transformers` keeps as
-`lm_head.bias` too. Versions 5.0 to 5.23 have the latter alone and leave it out; in 5.24 the two are
-apart, and only the former counts. The logits of reformax add it; files that are written have both.
 """
 
 from __future__ import annotations
@@ -26,13 +22,14 @@ from jax.sharding import Mesh
 from reformax import devices
 from reformax.convert import (
     hugging_face_bert,
-    hugging_face_config,
     hugging_face_decoder,
     hugging_face_gpt2,
+    hugging_face_reformer,
     hugging_face_tensors,
     tables,
 )
-from reformax.convert.hugging_face_families import FAMILIES, Family
+from reformax.convert.hugging_face_families import FAMILIES
+from reformax.convert.hugging_face_family import Family
 from reformax.convert.hugging_face_files import (
     CONFIG,
     GENERATION,
@@ -43,11 +40,10 @@ from reformax.convert.hugging_face_files import (
     save_tensors,
     stored_tensors,
 )
-from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor, layer_norm
+from reformax.convert.spec import Spec
+from reformax.convert.tables import Tensor
 from reformax.declared import shown
 
-_DECODER_BIAS = "lm_head.decoder.bias"
 # Modules around a model's own, anywhere in a tensor's name, or before it.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _OUTER = {"module", "model"}
@@ -163,49 +159,6 @@ def _format_of(spec: Spec, like: Mapping[str, Any] | None) -> Format:
     return known[0] if len(known) == 1 else _written(spec, like or {})[0]
 
 
-def _reformer(spec: Spec) -> list[Tensor]:
-    """The tensors of `ReformerModelWithLMHead`, and which weight each one is."""
-    arguments = spec.arguments
-    d, vocab = arguments["d_model"], arguments["vocab_size"]
-    rows = [Tensor("reformer.embeddings.word_embeddings.weight", ("embedding",), (vocab, d))]
-    rows += _positions(arguments["pos_axial_shape"], arguments["pos_d_axial_embs"])
-    for layer, block, repeat, op in spec.layers():
-        of_layer = _layer(op, arguments)
-        rows += tables.of_layer(of_layer, f"reformer.encoder.layers.{layer}", block, repeat)
-    rows += layer_norm("reformer.encoder.layer_norm", ("norm",), 2 * d)
-    rows.append(tables.linear("lm_head.decoder.weight", ("logits", "w"), (vocab, 2 * d)))
-    return [*rows, Tensor("lm_head.bias", ("logits", "b"), (vocab,))]
-
-
-def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
-    """The table of positions, or one for each axis."""
-    name = "reformer.embeddings.position_embeddings"
-    if len(shape) == 1:
-        sizes = (shape[0], d_embs[0])
-        return [Tensor(f"{name}.embedding.weight", ("positions", "axis_0"), sizes)]
-    return tables.axial(f"{name}.weights.{{axis}}", shape, d_embs)
-
-
-def _layer(op: Op, arguments: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of one layer: norm and attention, norm and feed-forward."""
-    d, d_ff = arguments["d_model"], arguments["d_ff"]
-    n, h = arguments["n_heads"], arguments["d_attention_key"]
-    projections = {"w_q": "query_key", "w_v": "value"}
-    if op.name == "local":
-        projections = {"w_q": "query", "w_k": "key", "w_v": "value"}
-    rows = layer_norm("attention.layer_norm", ("attention_norm",), d)
-    for weight, projection in projections.items():
-        name = f"attention.self_attention.{projection}.weight"
-        rows.append(tables.to_heads(name, ("attention", weight), n, h, d))
-    rows.append(tables.from_heads("attention.output.dense.weight", ("attention", "w_o"), n, h, d))
-    rows += layer_norm("feed_forward.layer_norm", ("feed_forward_norm",), d)
-    for i, part, sizes in ((1, "dense", (d_ff, d)), (2, "output", (d, d_ff))):
-        name = f"feed_forward.{part}.dense"
-        rows.append(tables.linear(f"{name}.weight", ("feed_forward", f"w{i}"), sizes))
-        rows.append(Tensor(f"{name}.bias", ("feed_forward", f"b{i}"), sizes[:1]))
-    return rows
-
-
 def read(path: str | Path, mesh: Mesh | None = None) -> HuggingFaceCheckpoint:
     """Reads a folder of `save_pretrained`, or a file of tensors in a folder with its config.json.
 
@@ -247,18 +200,6 @@ def _unwrapped(name: str) -> str:
     while len(parts) > 1 and parts[0] in _OUTER:
         del parts[0]
     return ".".join(parts)
-
-
-def _without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[str, Any]:
-    """The tensors without constants of older versions; the bias that counts under one name."""
-    del where, spec
-    tensors = {
-        name: array
-        for name, array in tensors.items()
-        if not name.endswith(("mask_value_float16", "mask_value_float32"))
-    }
-    bias = tensors.pop(_DECODER_BIAS, None)
-    return tensors if bias is None else tensors | {"lm_head.bias": bias}
 
 
 def write(
@@ -335,11 +276,11 @@ FORMATS = {
     "reformer": Format(
         "ReformerModelWithLMHead",
         "ReformerLM",
-        hugging_face_config.spec_of,
-        hugging_face_config.config_of,
-        _reformer,
-        _without_copies,
-        completed=lambda tensors: tensors | {_DECODER_BIAS: tensors["lm_head.bias"]},
+        hugging_face_reformer.spec_of,
+        hugging_face_reformer.config_of,
+        hugging_face_reformer.table,
+        hugging_face_reformer.without_copies,
+        completed=hugging_face_reformer.completed,
     ),
     "gpt2": Format(
         "GPT2LMHeadModel",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from reformax.convert import hugging_face_rotary
 from reformax.convert.hugging_face_config import ACTIVATIONS, activation_of
-from reformax.convert.hugging_face_families import FULL, RECURRENT, WINDOW, Family, Layer
+from reformax.convert.hugging_face_family import FULL, RECURRENT, WINDOW, Family, Layer
 from reformax.convert.spec import DENSE, Op, Spec, cycle_of
 from reformax.declared import check, shown
 from reformax.layers.layer_norm import norm_places

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reformax.convert.hugging_face_families import FULL, WINDOW, Family, Layer
+from reformax.convert.hugging_face_family import FULL, WINDOW, Family, Layer
 from reformax.declared import Size, check, shown
 from reformax.models.designs import Design
 from reformax.ops.numerics.rotary import (

@@ -15,7 +15,7 @@ import numpy as np
 
 from reformax.convert import tables
 from reformax.convert.hugging_face_decoder import recurrent_sizes
-from reformax.convert.hugging_face_families import Family
+from reformax.convert.hugging_face_family import Family
 from reformax.convert.hugging_face_files import StoredTensor
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor, renamed

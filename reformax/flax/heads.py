@@ -18,6 +18,7 @@ from reformax.declared import Called, SettingError, Size, Unsupported, check, ch
 from reformax.flax import nan_unless_mask, seen
 from reformax.nn import checked_lengths
 from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
@@ -59,17 +60,8 @@ def sizes_of(
     """
     if features % num_heads:
         raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
-    for name, fewer in dict(num_kv_heads=num_kv_heads, num_qk_heads=num_qk_heads).items():
-        if fewer is not None and num_heads % fewer:
-            raise SettingError(f"{name} is {fewer}: expected a divisor of num_heads, {num_heads}")
-        if fewer is not None and op.shared_qk:
-            raise Unsupported(
-                f"{name} is {fewer}, but {op} makes its keys of the queries: leave it out"
-            )
-    if num_kv_heads is not None and num_qk_heads is not None:
-        raise SettingError(
-            f"num_qk_heads is {num_qk_heads} and num_kv_heads {num_kv_heads}: leave one out"
-        )
+    heads = dict(num_kv_heads=num_kv_heads, num_qk_heads=num_qk_heads)
+    check_heads(op, num_heads=num_heads, **heads)
     size = features // num_heads
     return Dims(num_heads, size, size, length, num_kv_heads, num_qk_heads)
 

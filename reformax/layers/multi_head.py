@@ -29,7 +29,7 @@ from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
-from reformax.ops.calls.arguments import check_value_heads
+from reformax.ops.calls.arguments import check_heads
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 
@@ -155,8 +155,8 @@ class MultiHead(Layer):
     def __post_init__(self):
         super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))
         check_fields(self)
-        self._check_kv_heads()
-        self._check_qk_heads()
+        heads = dict(n_kv_heads=self.n_kv_heads, n_qk_heads=self.n_qk_heads)
+        check_heads(self.op, n_heads=self.n_heads, **heads)
         self._check_scale()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
@@ -168,33 +168,6 @@ class MultiHead(Layer):
         float8.check_history(self.float8, self.amax_history)
         self._float8 = self.float8 and self.mode == "train"
         self._norm = NORMS[self.norm](self.norm_epsilon)
-
-    def _check_kv_heads(self) -> None:
-        if self.n_kv_heads is None:
-            return
-        if self.n_heads % self.n_kv_heads:
-            raise SettingError(
-                f"n_kv_heads is {self.n_kv_heads}: expected a divisor of n_heads, {self.n_heads}"
-            )
-        if self.op.shared_qk:
-            raise Unsupported(
-                f"n_kv_heads is {self.n_kv_heads}, but {self.op} makes its keys of the queries: "
-                "leave it out"
-            )
-
-    def _check_qk_heads(self) -> None:
-        if self.n_qk_heads is None:
-            return
-        if self.n_heads % self.n_qk_heads:
-            raise SettingError(
-                f"n_qk_heads is {self.n_qk_heads}: expected a divisor of n_heads, {self.n_heads}"
-            )
-        if self.n_kv_heads is not None:
-            raise SettingError(
-                f"n_qk_heads is {self.n_qk_heads} and n_kv_heads {self.n_kv_heads}: leave one out"
-            )
-        if self.n_qk_heads < self.n_heads:
-            check_value_heads(self.op, "n_heads is", self.n_heads, self.n_qk_heads)
 
     def _check_scale(self) -> None:
         if self.scale is None:

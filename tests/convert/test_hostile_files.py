@@ -19,7 +19,7 @@ import pytest
 from reformax.cli import config
 from reformax.convert import (
     hugging_face,
-    hugging_face_config,
+    hugging_face_reformer,
     hugging_face_tensors,
     trax_files,
 )
@@ -97,7 +97,7 @@ def test_a_field_is_named_with_its_value(change, message):
 
 def test_what_a_model_does_not_read_may_be_null():
     local = {"attn_layers": ["local"], "axial_pos_embds": False, "max_position_embeddings": 48}
-    unread = [name for name in hugging_face_config.FIELDS if name.startswith("lsh_")]
+    unread = [name for name in hugging_face_reformer.FIELDS if name.startswith("lsh_")]
     unread += ["num_buckets", "num_hashes", "axial_pos_shape", "axial_pos_embds_dim"]
     spec, _ = hugging_face.spec_of(CONFIG | local | dict.fromkeys(unread))
     assert spec.arguments["pos_axial_shape"] == (48,)
@@ -108,7 +108,7 @@ ODD += [[], [0], [2], [2, 4], [1.5], [None], [[]], ["lsh"], [-1, 2], {}, {"a": 1
 ODD += ["x" * 10**5, [1] * 1000]
 
 
-@pytest.mark.parametrize("field", [*hugging_face_config.FIELDS, "model_type"])
+@pytest.mark.parametrize("field", [*hugging_face_reformer.FIELDS, "model_type"])
 def test_odd_values_of_a_field_are_told_or_make_a_model(field):
     """A config either describes a model whose tensors have shapes, or is refused in one line."""
     begin = time.process_time()

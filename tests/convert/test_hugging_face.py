@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.convert import hugging_face, hugging_face_config, tables
+from reformax.convert import hugging_face, hugging_face_reformer, tables
 from reformax.convert.spec import Op, Spec
 from tests.convert import make_hugging_face_fixture as fixture
 from tests.convert.hugging_face_models import CONFIGS, FIXTURE, PUBLISHED, saved, weights
@@ -42,7 +42,7 @@ def difference(ours, theirs, real):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(name, length):
     """Local and LSH layers, one round and several, at every length, with padding on either side."""
-    spec, _ = hugging_face_config.spec_of(CONFIGS[name])
+    spec, _ = hugging_face_reformer.spec_of(CONFIGS[name])
     params = params_of(spec, weights(name))
     logits = encoder(spec, params, FIXTURE[f"{name}/rotations"])
     at = f"{name}/{length}"
@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(name, length):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_segments_and_with_other_rotations(name):
     """No mask is a mask of ones. Rotations matter, so the agreement above is no accident."""
-    spec, _ = hugging_face_config.spec_of(CONFIGS[name])
+    spec, _ = hugging_face_reformer.spec_of(CONFIGS[name])
     params, rotations = params_of(spec, weights(name)), FIXTURE[f"{name}/rotations"]
     tokens, want = FIXTURE[f"{name}/24/tokens"].astype(np.int32), FIXTURE[f"{name}/24/whole"]
     whole = np.ones_like(tokens)
@@ -67,7 +67,7 @@ def test_without_segments_and_with_other_rotations(name):
 
 def test_shifted_logits_are_those_of_tokens_behind_a_zero():
     name = "factored"
-    spec, _ = hugging_face_config.spec_of(CONFIGS[name])
+    spec, _ = hugging_face_reformer.spec_of(CONFIGS[name])
     params = params_of(spec, weights(name))
     model = spec.build(rotations=FIXTURE[f"{name}/rotations"])
     tokens = FIXTURE[f"{name}/8/tokens"].astype(np.int32)
@@ -101,7 +101,7 @@ def test_a_round_trip_gives_the_identical_arrays_and_config(name, tmp_path):
 def test_the_published_models(name):
     """Shapes only: there are 149 million numbers."""
     config = PUBLISHED[name]
-    spec, notes = hugging_face_config.spec_of(config)
+    spec, notes = hugging_face_reformer.spec_of(config)
     table = hugging_face.table(spec)
     model = spec.build()
     params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
@@ -120,7 +120,7 @@ def test_the_published_models(name):
     n_params = sum(math.prod(t.shape) for t in table)
     assert n_params == {"enwik8": 149_182_722, "crime_and_punishment": 2_748_224}[name]
     assert len(notes) == 1 and "attention dropout" in notes[0]
-    back = hugging_face_config.config_of(spec, config)
+    back = hugging_face_reformer.config_of(spec, config)
     assert {key: back[key] for key in config} == config
     expected = {"enwik8": (4, (128, 512)), "crime_and_punishment": (2, (512, 1024))}[name]
     assert (len(spec.attention), spec.arguments["pos_axial_shape"]) == expected
@@ -177,7 +177,7 @@ def test_a_model_that_hugging_face_does_not_have(change, message):
     arguments = dict(vocab_size=7, pos_type="axial", pos_axial_shape=(4, 4), n_layers=2)
     arguments |= dict(pos_d_axial_embs=(256, 256)) | (change if isinstance(change, dict) else {})
     with pytest.raises(ValueError, match="Hugging Face's Reformer has no such model") as raised:
-        hugging_face_config.config_of(Spec.make("ReformerLM", attention, **arguments))
+        hugging_face_reformer.config_of(Spec.make("ReformerLM", attention, **arguments))
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -247,7 +247,7 @@ def test_damaged_files(tmp_path):
 )
 def test_a_config_that_has_no_model_here(change, message):
     with pytest.raises(ValueError) as raised:
-        hugging_face_config.spec_of(CONFIGS["factored"] | change)
+        hugging_face_reformer.spec_of(CONFIGS["factored"] | change)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 

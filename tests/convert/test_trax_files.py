@@ -82,10 +82,7 @@ def initialised(model, length, batch=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "lsh" else pytest.param(name, marks=pytest.mark.slow) for name in SPECS],
-)
+@pytest.mark.parametrize("name", SPECS)
 def test_our_weights_in_traxs_own_model(name, tmp_path):
     """Trax loads the file by itself, its logits equal ours, and the weights come back."""
     spec, path = SPECS[name], tmp_path / "model.pkl.gz"

@@ -57,9 +57,7 @@ def check(row, options):
     assert all(np.any(x) for x in jax.tree.leaves(want[0]["block_0"]["attention"]))
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=[] if x == "slots" else [pytest.mark.slow]) for x in STACKS]
-)
+@pytest.mark.parametrize("kind", STACKS)
 @pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
 def test_weights_and_gates(row, kind):
     check(row, STACKS[kind])

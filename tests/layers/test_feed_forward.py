@@ -82,7 +82,7 @@ ACTIVATIONS = [jax.nn.gelu, jax.nn.relu, relu_squared]
     [
         ("float32", 16, 0.0, 0),
         ("float32", 775, 0.3, 8),
-        pytest.param("bfloat16", 1024, 0.3, 0, marks=pytest.mark.slow),
+        ("bfloat16", 1024, 0.3, 0),
     ],
 )
 def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activation, bias):

@@ -46,7 +46,7 @@ def test_output_and_gradients_are_the_equations(remat_policy, packed, scan_layer
     assert_trees_close(by_stack(weights, params, x), (want, vjp(weights)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_post_norm_layers_that_are_written_out_compute_the_same(dtype):
     """Between them the stream is there twice, and so is its gradient."""
     cycle, x = plain.blocks([dense.dense()]), stream()

@@ -30,47 +30,50 @@ def stack_and_params(cycle, n_layers, x1, **options):
 
 
 @functools.cache
-def by_plain_autodiff():
+def by_plain_autodiff(n_slots):
     """The expected results of a stack of four layers, from a loop over its layers."""
-    cycle, (x1, x2) = plain.blocks(), streams(13)
-    _, params = stack_and_params(cycle, 4, x1)
-    segment_ids = plain.some_segments(*x1.shape[:2])
-    weights = streams(13)[:, ::-1]
+    cycle, inputs = plain.blocks(), streams(13)[: 2 if n_slots is None else 1]
+    stack = layers.ReversibleStack(cycle, 4, n_slots=n_slots)
+    params = plain.init(stack, *(x.shape for x in inputs))
+    segment_ids, weights = plain.some_segments(2, 13), inputs[:, ::-1]
+    run = functools.partial(plain.slotted, n_slots=n_slots) if n_slots else plain.reversible
 
-    def loss(params, x1, x2):
-        out = plain.reversible(cycle, 4, params, x1, x2, segment_ids, RNG)
+    def loss(params, *x):
+        out = jax.tree.leaves(run(cycle, 4, params, *x, segment_ids, RNG))
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
-    gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-    return (params, x1, x2), segment_ids, weights, gradient(params, x1, x2)
+    gradient = jax.value_and_grad(loss, tuple(range(1 + len(inputs))), has_aux=True)
+    return (params, *inputs), segment_ids, weights, gradient(params, *inputs)
 
 
+# Four sublayers a cycle, so that a queue of three slots turns from one repeat to the next.
+@pytest.mark.parametrize("n_slots", [None, 3])
 @pytest.mark.parametrize(
     "exact, ff_chunk_size, options",
     [
         (False, 0, {}),
-        pytest.param(False, 5, dict(scan_layers=False), marks=pytest.mark.slow),
-        pytest.param(
-            True, 0, dict(scan_layers=False, keep_ff_outputs=True), marks=pytest.mark.slow
-        ),
-        pytest.param(True, 5, {}, marks=pytest.mark.slow),
-        pytest.param(False, 5, dict(keep_ff_outputs=True), marks=pytest.mark.slow),
+        (False, 5, dict(scan_layers=False)),
+        (True, 0, dict(scan_layers=False, keep_ff_outputs=True)),
+        (True, 5, {}),
+        (False, 5, dict(keep_ff_outputs=True)),
     ],
 )
-def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatch):
-    """Gradients of weights and of both streams, with dropout, LSH plans, and segments."""
+def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, n_slots, monkeypatch):
+    """Gradients of weights and of all streams, with dropout, LSH plans, and segments."""
     # Rounding to the grid is a step function: a program that differs in the last bit now and then
     # rounds to another multiple. Without the rounding the two can be compared.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
-    inputs, segment_ids, weights, want = by_plain_autodiff()
+    inputs, segment_ids, weights, want = by_plain_autodiff(n_slots)
     cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
-    stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True, **options)
+    options = options | dict(exact=exact, n_slots=n_slots, masked=True)
+    stack = layers.ReversibleStack(cycle, 4, **options)
 
-    def loss(params, x1, x2):
-        out = stack.apply(params, x1, x2, segment_ids, rng=RNG)
+    def loss(params, *x):
+        out = jax.tree.leaves(stack.apply(params, *x, segment_ids, rng=RNG))
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
-    got = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
+    of = tuple(range(len(inputs)))
+    got = jax.jit(jax.value_and_grad(loss, of, has_aux=True))(*inputs)
     assert_trees_close(got, want)
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
@@ -78,7 +81,7 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ff_chunk_size, keep_ff_outputs",
-    [(0, True), pytest.param(5, False, marks=pytest.mark.slow)],
+    [(0, True), (5, False)],
 )
 def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
     ff_chunk_size, keep_ff_outputs, monkeypatch
@@ -165,17 +168,12 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
     "options, rate",
     [
         (dict(n_layers=2, keep_ff_outputs=True), 0.1),
-        *(
-            pytest.param(options, rate, marks=pytest.mark.slow)
-            for options, rate in [
-                (dict(n_layers=4, keep_ff_outputs=True, scan_layers=False), 0.1),
-                (dict(n_layers=4, keep_ff_outputs=True, ff_chunk_size=24), 0.0),
-                (dict(n_layers=4, keep_ff_outputs=True, dtype="bfloat16"), 0.1),
-                (dict(n_layers=2), 0.0),
-                (dict(n_layers=2, keep_ff_outputs=True, cross=True), 0.1),
-                (dict(n_layers=2, scan_layers=False, cross=True, dtype="bfloat16"), 0.1),
-            ]
-        ),
+        (dict(n_layers=4, keep_ff_outputs=True, scan_layers=False), 0.1),
+        (dict(n_layers=4, keep_ff_outputs=True, ff_chunk_size=24), 0.0),
+        (dict(n_layers=4, keep_ff_outputs=True, dtype="bfloat16"), 0.1),
+        (dict(n_layers=2), 0.0),
+        (dict(n_layers=2, keep_ff_outputs=True, cross=True), 0.1),
+        (dict(n_layers=2, scan_layers=False, cross=True, dtype="bfloat16"), 0.1),
     ],
 )
 def test_exact_of_many_seeds(options, rate):
@@ -221,24 +219,23 @@ def test_the_grid():
     assert np.isnan(reversible.to_grid(jnp.float32(np.nan)))
 
 
-def lowered_gradient(n_layers, exact, length=4096, d_model=128):
+def lowered_gradient(n_layers, length=4096, d_model=128, **options):
     """The lowered gradient of a stack, which is never run."""
     cycle = plain.blocks([local.local(chunk_len=64)], d_head=d_model // 2, d_ff=4 * d_model)
-    stack = layers.ReversibleStack(cycle, n_layers, exact=exact)
-    shape = (1, length, d_model)
-    params = jax.eval_shape(lambda: stack.init_params(RNG, shape, shape))
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    stack = layers.ReversibleStack(cycle, n_layers, **options)
+    x = [jax.ShapeDtypeStruct((1, length, d_model), jnp.float32)] * stack.n_streams
+    params = jax.eval_shape(lambda: stack.init_params(RNG, *(y.shape for y in x)))
 
-    def loss(params, x1, x2):
-        return sum(jnp.sum(y) for y in stack.apply(params, x1, x2, rng=RNG))
+    def loss(params, *x):
+        return sum(jnp.sum(y) for y in jax.tree.leaves(stack.apply(params, *x, rng=RNG)))
 
-    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(params, x, x)
+    return jax.jit(jax.grad(loss, tuple(range(1 + len(x))))).lower(params, *x)
 
 
-@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_neither_memory_nor_the_program_grows_with_depth(exact):
+@pytest.mark.parametrize("options", [{}, dict(exact=True), dict(n_slots=5)], ids=str)
+def test_neither_memory_nor_the_program_grows_with_depth(options):
     """Temporary memory: without parameters and gradients, which are arguments and outputs."""
-    shallow, deep = (lowered_gradient(n, exact) for n in (2, 12))
+    shallow, deep = (lowered_gradient(n, **options) for n in (2, 12))
     n_lines, n_more = (len(x.as_text().splitlines()) for x in (shallow, deep))
     assert n_lines > 100
     assert abs(n_more - n_lines) <= 0.01 * n_lines

@@ -1,70 +1,21 @@
-"""Reversible stacks with slots: their gradients, the inputs that they rebuild, their memory."""
-
-import functools
+"""Slots of reversible stacks: two of them, the inputs that are rebuilt, which layers share one."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax import layers
 from reformax.layers import coupling, reversible
 from reformax.ops import local, lsh
-from tests.helpers import assert_trees_close, default_jit
+from tests.helpers import default_jit
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(3)
 LSH = [lsh.lsh(chunk_len=4, n_hashes=2)]
-# Four sublayers a cycle, so that the queue of slots turns from one repeat to the next.
-N_SLOTS = 3
 
 
 def stream(length=13, d_model=8, batch=2):
     return np.random.default_rng(0).normal(size=(batch, length, d_model)).astype(np.float32)
-
-
-@functools.cache
-def by_plain_autodiff():
-    """The expected results of a stack of four layers, from a loop over its layers."""
-    cycle, x = plain.blocks(), stream()
-    params = plain.init(layers.ReversibleStack(cycle, 4, n_slots=N_SLOTS), x.shape)
-    segment_ids = plain.some_segments(*x.shape[:2])
-    weights = x[::-1]
-
-    def loss(params, x):
-        out = plain.slotted(cycle, 4, params, x, segment_ids, RNG, N_SLOTS)
-        return jnp.sum(weights * out), out
-
-    gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
-    return (params, x), segment_ids, weights, gradient(params, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ff_chunk_size, options",
-    [
-        (5, dict(keep_ff_outputs=True)),
-        (0, {}),
-        (0, dict(exact=True, scan_layers=False)),
-        (5, dict(exact=True, keep_ff_outputs=True)),
-        (5, dict(scan_layers=False)),
-    ],
-)
-def test_gradients_are_plain_autodiffs(ff_chunk_size, options, monkeypatch):
-    """Gradients of weights and of the stream, with dropout, LSH plans, and segments."""
-    # As in the tests of two streams: without the rounding the two can be compared.
-    monkeypatch.setattr(reversible, "to_grid", lambda x: x)
-    inputs, segment_ids, weights, want = by_plain_autodiff()
-    cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
-    stack = layers.ReversibleStack(cycle, 4, n_slots=N_SLOTS, masked=True, **options)
-
-    def loss(params, x):
-        out = stack.apply(params, x, segment_ids, rng=RNG)
-        return jnp.sum(weights * out), out
-
-    got = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*inputs)
-    assert_trees_close(got, want)
-    assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
 def test_two_slots_are_two_streams(monkeypatch):
@@ -81,8 +32,8 @@ def test_two_slots_are_two_streams(monkeypatch):
     "dtype, options",
     [
         ("float32", {}),
-        pytest.param("bfloat16", dict(exact=True, n_layers=24), marks=pytest.mark.slow),
-        pytest.param("float32", dict(exact=True, keep_ff_outputs=True), marks=pytest.mark.slow),
+        ("bfloat16", dict(exact=True, n_layers=24)),
+        ("float32", dict(exact=True, keep_ff_outputs=True)),
     ],
 )
 def test_the_inputs_are_rebuilt(dtype, options):
@@ -99,29 +50,6 @@ def test_the_inputs_are_rebuilt(dtype, options):
     assert len(slots) == 5 and not any(np.any(slot) for slot in slots)
     error = max(np.abs(a - b).max() for a, b in zip(rebuilt, (got, *slots), strict=True))
     assert error <= (0 if stack.exact else 8 * reversible.GRID)
-
-
-@pytest.mark.slow
-def test_memory_and_program_do_not_grow_with_depth():
-    """But for the slots, which the depth does not number."""
-
-    def lowered(n_layers, n_slots, length=2048, d_model=64):
-        op = lsh.lsh(chunk_len=64, n_hashes=2)
-        cycle = plain.blocks([op], d_head=d_model // 2, d_ff=4 * d_model)
-        stack = layers.ReversibleStack(cycle, n_layers, n_slots=n_slots)
-        x = jax.ShapeDtypeStruct((1, length, d_model), jnp.float32)
-        params = jax.eval_shape(lambda: stack.init_params(RNG, x.shape))
-
-        def loss(params, x):
-            return jnp.sum(stack.apply(params, x, rng=RNG))
-
-        return jax.jit(jax.grad(loss, (0, 1))).lower(params, x)
-
-    shallow, deep = lowered(5, 5), lowered(15, 5)
-    lines = [len(program.as_text().splitlines()) for program in (shallow, deep)]
-    assert abs(lines[0] - lines[1]) <= 0.01 * lines[0]
-    memory = [p.compile().memory_analysis().temp_size_in_bytes for p in (shallow, deep)]
-    assert memory[1] <= 1.1 * memory[0]
 
 
 def test_layers_that_see_far_share_no_slot():

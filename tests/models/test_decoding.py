@@ -81,18 +81,6 @@ MODELS = {
 }
 
 
-# Each differs from another by its positions or hashing alone.
-SLOW = {
-    "transformer, axial",
-    "transformer, one head of keys",
-    "reformer, axial",
-    "reformer, sinusoidal",
-    "reformer, none",
-    "reformer, next values by hashing",
-    "reformer, a choice reused",
-}
-
-
 def make(name, **options):
     constructor, settings = MODELS[name]
     model = constructor(**SMALL | settings | options)
@@ -125,10 +113,7 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_position_is_that_of_the_forward(name, monkeypatch):
     # The grid of slots would turn a difference in the last bit into one of its steps.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)

@@ -72,7 +72,6 @@ MODELS = {
 }
 # Chunks go by the position in the row: documents are of whole ones.
 LENGTHS = {"hashed": (8, 4)}
-QUICK = ("dense, axial", "slots, next value", "gated linear, rotary")
 ON_GRID = ("slots, next value", "exact, axial", "hashed")
 
 
@@ -94,9 +93,7 @@ def nats(model, params, inputs, targets, weights):
     return -jnp.sum(picked * weights)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_window_computes_what_its_documents_compute_alone(name):
     """Nats and every gradient: windows of several, with padding, against batches of one length."""
     constructor, options = MODELS[name]

@@ -43,18 +43,8 @@ STRICT = shared_qk.shared_qk(attend_self_if_alone=False)
 SLOTS, KEEPS = dict(n_slots=3), dict(remat_policy="all")
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
 both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
-# Which tokens a position sees is the op's part: one model has them all in the quick tests.
 models_and_ops = pytest.mark.parametrize(
-    "model_fn, name",
-    [
-        *((ReformerLM, name) for name in OPS),
-        (TransformerLM, "dense"),
-        *(
-            pytest.param(TransformerLM, name, marks=pytest.mark.slow)
-            for name in OPS
-            if name != "dense"
-        ),
-    ],
+    "model_fn, name", [(model_fn, name) for model_fn in (ReformerLM, TransformerLM) for name in OPS]
 )
 
 

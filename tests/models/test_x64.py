@@ -34,13 +34,7 @@ MODELS = {
         dict(input_vocab_size=11, n_encoder_layers=1, n_decoder_layers=1, attention_bias=True),
     ),
 }
-models = pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "reformer_lm" else pytest.param(name, marks=pytest.mark.slow)
-        for name in MODELS
-    ],
-)
+models = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.mark.filterwarnings("error:scatter inputs have incompatible types:FutureWarning")

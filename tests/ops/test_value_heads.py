@@ -112,8 +112,12 @@ def test_each_head_of_queries_has_a_learnt_factor():
 def test_what_has_none_is_refused():
     layer = dict(n_heads=6, d_qk=4, d_v=4)
     for op, options, message in (
-        (shared_qk.shared_qk(), dict(n_qk_heads=2), "shared_qk makes its keys of the queries: rep"),
-        (lsh.lsh(), dict(n_qk_heads=2), "lsh makes its keys of the queries"),
+        (
+            shared_qk.shared_qk(),
+            dict(n_qk_heads=2),
+            "but shared_qk.. makes its keys of the queries: ",
+        ),
+        (lsh.lsh(), dict(n_qk_heads=2), "but lsh.. makes its keys of the queries"),
         (kda.kda(), dict(n_qk_heads=4), "n_qk_heads is 4: expected a divisor of n_heads, 6"),
         (kda.kda(), dict(n_qk_heads=2, n_kv_heads=2), "n_qk_heads is 2 and n_kv_heads 2: leave"),
     ):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.declared import Rate, Unsupported, check, shown
+from reformax.declared import Rate, SettingError, Unsupported, check, shown
 from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import shape_of_pairs
@@ -123,7 +123,11 @@ def _check_shapes(op, q, k, v) -> None:
     keys, source = (q, "q") if k is None else (k, "k")
     more = v.ndim == 4 and v.shape[2] > keys.shape[2] == q.shape[2] > 0 == v.shape[2] % q.shape[2]
     if more and v.shape[:2] == keys.shape[:2]:
-        check_value_heads(op, "v has", v.shape[2], q.shape[2])
+        if not op.more_value_heads:
+            raise Unsupported(
+                f"v has {v.shape[2]} heads and q has {q.shape[2]}, but {op.name} makes its keys of "
+                "the queries: repeat the queries, or use an op whose more_value_heads is True"
+            )
     elif v.shape[:3] != keys.shape[:3]:
         raise ValueError(
             f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
@@ -149,6 +153,27 @@ def check_value_heads(op, given: str, n_values: int, n_qk: int) -> None:
         f"{given} {n_values} heads and q has {n_qk}, but {op.name} makes its keys of the queries: "
         "repeat the queries, or use an op whose more_value_heads is True, such as dense.dense()"
     )
+
+
+def check_heads(op, **given: int | None) -> None:
+    """Raises `SettingError` for fewer heads than a layer of an op can have.
+
+    Args:
+      op: the op.
+      given: the numbers of heads, of those of keys and values, and of those of queries and keys, by
+        the names of the layer's arguments. None: there are no fewer.
+    """
+    (name_of_all, n_heads), *fewer = given.items()
+    for name, n in fewer:
+        if n is not None and n_heads % n:
+            raise SettingError(f"{name} is {n}: expected a divisor of {name_of_all}, {n_heads}")
+        if n is not None and op.shared_qk:
+            raise Unsupported(
+                f"{name} is {n}, but {op} makes its keys of the queries: leave it out"
+            )
+    (kv_name, n_kv), (qk_name, n_qk) = fewer
+    if n_kv is not None and n_qk is not None:
+        raise SettingError(f"{qk_name} is {n_qk} and {kv_name} {n_kv}: leave one out")
 
 
 def _check_segments(op, segment_ids, q, keys, source: str) -> None:
