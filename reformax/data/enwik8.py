@@ -75,7 +75,7 @@ def _downloaded() -> Path:
 
 
 def _find(folder: Path) -> Path:
-    endings = ("", ".zip", ".gz", ".xz")
+    endings = ("", *files.PACKED)
     for ending in endings:
         if (path := folder / f"enwik8{ending}").is_file():
             return path
