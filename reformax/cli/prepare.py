@@ -29,7 +29,7 @@ from reformax import durable
 from reformax.cli import flags
 from reformax.data import cache, files, shard_folders, token_files, token_ids
 from reformax.data import text as texts
-from reformax.data.base import SPLITS, split_borders
+from reformax.data.base import MAX_HELD_OUT, SPLITS, split_borders
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.vocabulary import FILE
 from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
@@ -70,8 +70,6 @@ def _prepare(args: argparse.Namespace) -> int:
     parts = texts.split_text(of_split, str(path), args.max_held_out)
     if args.vocabulary is not None or args.vocab_size != BYTES:
         borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
-        if args.vocabulary is None and args.vocab_size < 260:
-            raise SettingError(f"vocab_size is {args.vocab_size}: expected 260 or more for pieces")
         model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
         kind = {"model_type": args.model_type, "kept_in": folder}
         pieces = PieceVocabulary(args.vocab_size, parts["train"], model, **kind)
@@ -156,9 +154,9 @@ def parser():
     parser.add_argument(
         "--max_held_out",
         type=flags.of(Size),
-        default=texts.MAX_HELD_OUT,
+        default=MAX_HELD_OUT,
         help="the most bytes of valid and of test that training will have; ids go by it "
-        f"(default: {texts.MAX_HELD_OUT:,})",
+        f"(default: {MAX_HELD_OUT:,})",
     )
     parser.add_argument(
         "--processes", type=flags.of(Size), help="that work side by side (default: one a core)"

@@ -27,6 +27,8 @@ from reformax.declared import SettingError
 from reformax.task import Batch, Documents, Task
 
 SPLITS = ("train", "valid", "test")
+# The most bytes or ids of valid and of test that are cut from a text of any size.
+MAX_HELD_OUT = 1_000_000
 
 # The first ids of every vocabulary of sentences. 0 also precedes the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
@@ -50,6 +52,11 @@ class WindowSettings(NamedTuple):
 ANYWHERE = WindowSettings()
 
 
+def held_out_size(n: int, most: int = MAX_HELD_OUT) -> int:
+    """The bytes or ids, of n, that each held-out split has where it is cut from the text: 5%."""
+    return min(n * 5 // 100, most)
+
+
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
     """The first 90% of `data` to train on, the next 5% to choose by, the last 5% to report.
 
@@ -65,7 +72,7 @@ def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[n
     Raises:
       ValueError: a split would be empty.
     """
-    held_out = len(data) * 5 // 100
+    held_out = held_out_size(len(data), len(data))
     if not held_out:
         raise ValueError(
             f"{source}: {len(data)} bytes are too few to split 90/5/5, give a text of 20 or more"

@@ -96,10 +96,6 @@ def chats(
         raise SettingError(f"{path} has no conversation to train on: give more than one")
     pieces = None
     if vocabulary is not None or vocab_size != BYTES:
-        if vocabulary is None and vocab_size < 260:
-            raise SettingError(
-                f"{_OPTION}.vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more"
-            )
         learnt_from = _joined(parts["train"]) if vocabulary is None else None
         pieces = PieceVocabulary(vocab_size, learnt_from, vocabulary, option=_OPTION)
     data = _Chats(parts, template, pieces, too_long)

@@ -53,7 +53,7 @@ def enwik8(data_dir: PathName | None = None) -> Task:
 
 
 def _find(folder: Path) -> Path:
-    endings = ("", ".zip", ".gz", ".xz")
+    endings = ("", *files.PACKED)
     for ending in endings:
         if (path := folder / f"enwik8{ending}").is_file():
             return path

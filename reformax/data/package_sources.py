@@ -20,8 +20,15 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax.data import files
-from reformax.data.base import Windows, WindowSettings, byte_language_model, split_borders
-from reformax.data.text import MAX_HELD_OUT, split_text
+from reformax.data.base import (
+    MAX_HELD_OUT,
+    Windows,
+    WindowSettings,
+    byte_language_model,
+    held_out_size,
+    split_borders,
+)
+from reformax.data.text import split_text
 from reformax.declared import PathName, SettingError, Size, checked, user_path
 from reformax.task import Task
 
@@ -126,8 +133,8 @@ def split_packages(text: Sources, max_held_out: int) -> dict[str, UInt8[np.ndarr
     Raises:
       ValueError: the last package, or that before test, is longer than a held-out split may be.
     """
-    data = text.data
-    held_out, end, parts = min(len(data) * 5 // 100, max_held_out), len(data), {}
+    data, parts = text.data, {}
+    held_out, end = held_out_size(len(data), max_held_out), len(data)
     for split in ("test", "valid"):
         first = text.packages[text.packages.searchsorted(end - held_out) :]
         if not len(first) or first[0] == end:

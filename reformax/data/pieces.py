@@ -50,6 +50,7 @@ from reformax.declared import SettingError, user_path
 from reformax.task import Task
 
 BYTES = 256  # the size of a text's vocabulary without pieces
+_LEAST_LEARNT = 260  # a piece for each byte, padding, EOS, unknown and a newline
 _TOGETHER = 2**24  # bytes of text whose ids are Python integers until they are joined
 _LOOKED_AT = 2**26  # bytes of a text in which documents' ends are looked for
 # Bytes of a text that are decoded again together, and how often.
@@ -99,8 +100,13 @@ class PieceVocabulary:
           kept_in: a folder of the text, where what is learnt of it stays, to be learnt once.
 
         Raises:
-          ValueError: the file is too large, or no vocabulary.
+          ValueError: the file is too large, or no vocabulary; or too few pieces shall be learnt.
         """
+        if path is None and text is not None and size < _LEAST_LEARNT:
+            raise SettingError(
+                f"{option}.vocab_size is {size}: expected {BYTES} for bytes, or {_LEAST_LEARNT} "
+                "and more for pieces"
+            )
         self.size, self._text, self._model_type = size, text, model_type or "bpe"
         self._option = option
         # A tokenizer.json may have more ids than a model has rows: those that occur count.

@@ -11,7 +11,15 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax.data import documents, files, piece_files, shard_folders, token_files
-from reformax.data.base import SPLITS, Windows, WindowSettings, byte_language_model, split_borders
+from reformax.data.base import (
+    MAX_HELD_OUT,
+    SPLITS,
+    Windows,
+    WindowSettings,
+    byte_language_model,
+    held_out_size,
+    split_borders,
+)
 from reformax.data.checks import of_split
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
@@ -31,8 +39,6 @@ from reformax.declared import (
 )
 from reformax.task import Task
 
-# The most bytes of valid and of test.
-MAX_HELD_OUT = 1_000_000
 # Sources of so many bytes are read into memory at each start. Larger ones are prepared once.
 SMALL, SMALL_PIECES = 2**24, 2**20
 # The settings that a text is prepared by.
@@ -151,10 +157,6 @@ def text(
             )
         task = byte_language_model("text", parts, offset, outer, divided, inner)
         return _with_words(task, summary, joined is not None, hide_joined)
-    if vocabulary is None and vocab_size < 260:
-        raise SettingError(
-            f"vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more for pieces"
-        )
     if offset:
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
     if vocabulary is None and folder is not None and (folder / FILE).is_file():
@@ -278,7 +280,7 @@ def split_text(
         raise SettingError(
             f"{source}: its own split {empty[0]} is empty: put text there or remove it"
         )
-    held_out = min(len(train) * 5 // 100, max_held_out)
+    held_out = held_out_size(len(train), max_held_out)
     if not held_out and len(found) < 3:
         raise SettingError(
             f"{source}: {len(train)} bytes are too few to split 90/5/5, give a text of 20 or more"

@@ -14,7 +14,7 @@ from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
 from reformax.declared import Name, PathName, SettingError, checked
 from reformax.task import Task
 
-_ENDINGS = ("", ".gz", ".xz", ".zip")
+_ENDINGS = ("", *files.PACKED)
 _NAMES = {"train": "train.{language}", "valid": "val*.{language}", "test": "test*.{language}"}
 
 
@@ -32,9 +32,9 @@ def text_pairs(
 ) -> Task:
     """Translation from one language of a folder into another, line by line.
 
-    Files are UTF-8 with one sentence a line, plain or packed as .gz, .xz or .zip. The vocabulary is
-    learnt from the lines of both training files. A split is read when it is needed, so scoring a
-    test set needs no other file.
+    Files are UTF-8 with one sentence a line, plain or packed as .gz, .xz, .zip or .zst. The
+    vocabulary is learnt from the lines of both training files. A split is read when it is needed,
+    so scoring a test set needs no other file.
 
     Args:
       data_dir: the folder.

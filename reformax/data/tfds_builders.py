@@ -140,7 +140,7 @@ def columns(
         found: list[list[Any]] = [[] for _ in wanted]
         for block in _blocks(builder, split):
             for column, feature in zip(found, wanted, strict=True):
-                column += block[feature]
+                column.extend(block[feature])
         return found
 
     return load(name, lambda: builder_of(name, data_dir), read, url, instead)

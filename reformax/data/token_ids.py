@@ -19,10 +19,12 @@ from jaxtyping import Int64
 from reformax import durable
 from reformax.data import files, splits
 from reformax.data.base import (
+    MAX_HELD_OUT,
     SPLITS,
     Windows,
     WindowSettings,
     check_documents,
+    held_out_size,
     language_model,
     split_borders,
 )
@@ -35,7 +37,6 @@ from reformax.task import Task
 
 Dtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 Format = Literal["megatron", "nanogpt"]
-MAX_HELD_OUT = 1_000_000
 _MEGATRON = b"MMIDIDX\x00\x00"
 # The codes of Megatron-LM's .idx.
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -158,7 +159,7 @@ def _cut(
 ) -> tuple[dict[str, StoredArray], dict[str, np.ndarray] | None]:
     """The ids and the documents' begins of all splits, cut from train where they are not there."""
     ids = {split: x for split, (x, _) in found.items()}
-    n = min(len(ids["train"]) * 5 // 100, max_held_out)
+    n = held_out_size(len(ids["train"]), max_held_out)
     if not n:
         raise SettingError(f"{path}: {len(ids['train'])} ids are too few: give 20 or more")
     for split in ("test", "valid"):

@@ -51,6 +51,22 @@ def write_texts(path, texts):
     return write(path, [{"text": text} for text in texts])
 
 
+def prepare_dataset(name, folder, file_format, examples, **options):
+    """Writes a dataset of tensorflow-datasets as its own builder does, without the download."""
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder_cls(name)
+
+    class Local(builder, skip_registration=True):
+        name = builder.name
+        url_infos = {}
+
+        def _split_generators(self, *_):
+            return {split: iter(enumerate(rows)) for split, rows in examples.items()}
+
+    Local(data_dir=str(folder), file_format=file_format, **options).download_and_prepare()
+
+
 def tokenizer_json(path, sentences, *special, lower=False, size=400):
     """Writes a byte-level BPE as GPT-2 has, with these special tokens; returns the path."""
     made = tokenizers.Tokenizer(models.BPE())

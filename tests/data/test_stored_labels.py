@@ -5,6 +5,7 @@ import pytest
 
 from reformax.data import cifar10, document_pairs, labelled, reviews, tfds_builders
 from reformax.task import Labels
+from tests.data.tables import prepare_dataset
 
 
 def rows_of(task, split, length):
@@ -91,21 +92,6 @@ def test_pairs_are_read_from_tables(tmp_path, fails_in_one_line):
         document_pairs.document_pairs(str(tmp_path), valid="none.tsv").n_targets("valid")
 
 
-def prepare(tfds, name, folder, file_format, examples):
-    """Writes a dataset as its own builder does, without the download."""
-    builder = tfds.builder_cls(name)
-
-    class Local(builder, skip_registration=True):
-        name = builder.name
-        url_infos = {}
-
-        def _split_generators(self, *args):
-            return {split: iter(enumerate(rows)) for split, rows in examples.items()}
-
-    local = Local(data_dir=str(folder), file_format=file_format)
-    local.download_and_prepare()
-
-
 @pytest.mark.slow
 def test_prepared_datasets_are_read(tmp_path, monkeypatch):
     tfds = pytest.importorskip("tensorflow_datasets")
@@ -113,7 +99,7 @@ def test_prepared_datasets_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path), raising=False)
     texts = [{"text": f"review {i}", "label": i % 2} for i in range(20)]
     splits = {"train": texts, "test": texts[:3], "unsupervised": texts[:1]}
-    prepare(tfds, "imdb_reviews", tmp_path, "array_record", splits)
+    prepare_dataset("imdb_reviews", tmp_path, "array_record", splits)
     columns = tfds_builders.columns(
         "imdb_reviews", "train", ("text", "label"), reviews.URL, reviews.INSTEAD
     )
@@ -122,7 +108,7 @@ def test_prepared_datasets_are_read(tmp_path, monkeypatch):
     )
     pictures = np.random.default_rng(1).integers(256, size=(11, 32, 32, 3), dtype=np.uint8)
     rows = [{"id": str(i), "image": x, "label": i % 10} for i, x in enumerate(pictures)]
-    prepare(tfds, "cifar10", tmp_path, "array_record", {"train": rows, "test": rows[:2]})
+    prepare_dataset("cifar10", tmp_path, "array_record", {"train": rows, "test": rows[:2]})
     images, labels = tfds_builders.columns(
         "cifar10", "train", ("image", "label"), cifar10.URL, cifar10.INSTEAD
     )
