@@ -37,7 +37,7 @@ QUICK = {
         "test_the_share_is_that_of_the_whole_matrix": ["False-moba", "True-lsh"],
     },
     "ops/test_learned_sinks.py": {
-        "test_kernels_of_half_precision_and_with_dropout": ["0.3"],
+        "test_kernels_of_half_precision_and_with_dropout": ["0.3-float16-0.004"],
         "test_one_more_logit": ["True-None-dense, auto", "False-segment_ids1-flash, interpreted"],
         "test_decoding_has_the_sinks": ["dense, auto", "flash, interpreted"],
         "test_sinks_far_below_and_with_a_soft_cap": ["flash"],
@@ -113,7 +113,7 @@ QUICK = {
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
     "evals/test_likelihood.py": {
         "test_a_likelihood_is_that_of_the_request_by_itself": ["3"],
-        "test_hashes_depend_on_the_request_alone": ["op0"],
+        "test_hashes_depend_on_the_request_alone": [],
     },
     "flax/test_flax.py": {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
@@ -606,9 +606,8 @@ QUICK = {
             "Transformer, all again, offloaded",
         ],
     },
-    "test_examples.py": {
-        "test_an_example_trains_evaluates_and_samples": ["train_flax-flax"],
-    },
+    # `test_own_jax_model.py` trains a model of flax too, and a page's walk in CI.
+    "test_examples.py": {"test_an_example_trains_evaluates_and_samples": []},
     "test_nn.py": {
         "test_padding_may_be_nan_and_changes_nothing": ["linear", "lsh"],
         "test_every_algorithm_without_weights": ["local", "lsh"],

@@ -59,7 +59,13 @@ def test_the_table_of_the_docs_has_configs():
     assert all({"yes"} <= set(cells) <= {"yes", "no"} for cells in table().values())
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in REASONS else pytest.mark.slow)
+        for path in CONFIGS
+    ],
+)
 def test_a_config_can_be_converted_as_the_table_says(path):
     cells = table().get(path.stem, ("no", "no"))
     reasons = REASONS.get(path.stem, ("", ""))

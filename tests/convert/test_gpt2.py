@@ -218,6 +218,7 @@ def test_a_model_that_hugging_face_does_not_have(change, message):
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_folder_with_its_tokenizer_becomes_a_run_that_writes_text(tmp_path, monkeypatch, capsys):
     from tokenizers import Tokenizer, models
 

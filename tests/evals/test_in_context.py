@@ -121,6 +121,7 @@ def test_all_kinds_of_a_length_are_of_one_program():
     assert likelihood._token_scores._cache_size() - before == 2
 
 
+@pytest.mark.slow
 def test_padding_to_a_length_changes_no_likelihood():
     scorer = scorer_of(400)
     pairs = [(encode("a" * n), encode("b" * m)) for n, m in ((1, 2), (90, 3), (300, 40))]

@@ -101,6 +101,7 @@ def test_further_lengths_compile_nothing(both):
     assert (start._cache_size(), go_on._cache_size()) == before
 
 
+@pytest.mark.slow
 def test_errors(both):
     model, params = both
     state = generation.read(model, params, PROMPTS)

@@ -273,6 +273,7 @@ def test_without_their_mean_keys_that_point_to_one_side_have_buckets_of_their_ow
     assert plain < 0.4 < 0.7 < centred
 
 
+@pytest.mark.slow
 def test_codes_learn_to_find_what_the_exact_scores_choose():
     """Of vectors whose scores depend on few directions, by the loss of the codes alone."""
     x, rng = clustered(400), np.random.default_rng(2)
