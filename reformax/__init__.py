@@ -1,16 +1,30 @@
 """reformax: efficient transformers for JAX and Trax.
 
 `reformax.ops` holds the attention algorithms as pure functions, `reformax.layers` wraps them as
-Trax layers, `reformax.models` assembles the layers. Importing `reformax` itself loads nothing.
+Trax layers, `reformax.models` assembles the layers. Importing `reformax` itself loads nothing; a
+part of it, such as `reformax.layers`, is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.2.0"
+_PARTS = ("convert", "data", "flax", "generation", "layers", "models", "nn", "ops", "training")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return ["__version__", "load_run", *_PARTS]
 
 
 def load_run(
@@ -27,7 +41,7 @@ def load_run(
     of the folder runs unless it is trusted.
 
     Args:
-      folder: a folder of train.py or of reformax.convert.
+      folder: a folder of `reformax train` or of `reformax convert`.
       checkpoint: "best", "latest", a step, or "average:N" for the mean of the last N.
       mode: "eval"; "train" for a model with its dropout and its settings for training.
       overrides: settings in place of the config's, as of --config: "lsh.lsh.n_hashes=8".

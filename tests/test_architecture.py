@@ -233,8 +233,20 @@ def test_the_package_of_ops_imports_an_op_that_is_asked_for():
     code = "import sys, reformax.ops as ops; assert 'reformax.ops.lsh' not in sys.modules; "
     code += "ops.lsh.lsh(); from reformax.ops import *; smyrf.smyrf(); ops.Dims(1, 1, 1, 1)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert set(reformax.ops.__all__) <= set(dir(reformax.ops))
     with pytest.raises(AttributeError, match="^module 'reformax.ops' has no attribute 'fsyrm'$"):
         _ = reformax.ops.fsyrm
+
+
+def test_the_package_imports_a_part_that_is_asked_for():
+    """As a notebook does, which completes names by `dir`."""
+    code = "import sys, reformax; assert 'jax' not in sys.modules; "
+    code += "reformax.layers.Attention(reformax.ops.lsh.lsh()); reformax.models.ReformerLM(256); "
+    code += "[getattr(reformax, x) for x in dir(reformax)]; reformax.training; reformax.nn.op_of"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert {"layers", "models", "load_run"} <= set(dir(reformax))
+    with pytest.raises(AttributeError, match="^module 'reformax' has no attribute 'layer'$"):
+        _ = reformax.layer
 
 
 def test_ops_are_free_of_trax_and_tensorflow():

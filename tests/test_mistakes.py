@@ -65,8 +65,8 @@ SETTINGS = {
     "vocab_size=100": "expected 256 for bytes, or 260 and more for pieces",
     "length=1000000": "the bytes that text trains on",
     "n_layers=0": "n_layers is 0: expected at least 1",
-    "lm.ReformerLM.attention_type=@lsh.lsh": "lm.ReformerLM.attention_type is @lsh.lsh, without "
-    "(): expected an AttentionOp, such as @lsh.lsh(), or a cycle of them",
+    "lm.ReformerLM.attention_type=@lsh.lsh": "attention_type is @lsh.lsh, without (): expected an "
+    "AttentionOp, such as @lsh.lsh(), or a cycle of them",
     "lm.ReformerLM.attention_type='flash'": "is 'flash': expected an AttentionOp, such as @lsh.lsh",
     "loop.train.optimizer=@optimizer.adam": "loop.train.optimizer is @optimizer.adam, without (): "
     "expected an optimizer, such as @optimizer.adamw()",
@@ -162,7 +162,7 @@ def test_a_setting(setting, answer, tmp_path):
     ],
 )
 def test_a_setting_of_an_attention_is_named_as_it_was_set(typed, named, answer, tmp_path):
-    """A function that a macro holds is called in a scope of its name, which nobody typed."""
+    """A function that a macro holds is called in a scope of the macro's name."""
     flags = ("--config_file=reformer_text.gin", "--data_dir=mine.txt", f"--output_dir={tmp_path}")
     assert answer("train", *flags, *[f"--config={x}" for x in typed]) == named
 

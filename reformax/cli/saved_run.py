@@ -228,7 +228,8 @@ def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict
     if task.fingerprint is None or args.split not in kept:
         return {}
     now = {args.split: task.fingerprint(args.split)}
-    found = fingerprints.changes(kept, now, saved.steps[-1], args.allow_changed_data)
+    fix = "or score what is there"
+    found = fingerprints.changes(kept, now, saved.steps[-1], args.allow_changed_data, fix)
     if found:
         print(f"note: the data has changed: {fingerprints.described(found)}")
     return found

@@ -15,6 +15,9 @@ import numpy as np
 from reformax.declared import SettingError
 from reformax.training.checkpoint import CheckpointReader
 
+# A run is read by its own config, so the command's settings make the model another.
+FIX = "leave out the settings that change it"
+
 
 def last_configs(checkpoints: CheckpointReader, n: int) -> dict[int, str | None]:
     """The configs of a run's last `n` checkpoints by their steps, ascending.
@@ -64,11 +67,11 @@ def restore_mean(
       ValueError: as `CheckpointReader.restore_params` does.
     """
     if len(steps) == 1:
-        return checkpoints.restore_params(steps[0], like)
+        return checkpoints.restore_params(steps[0], like, FIX)
     total = None
     for step in steps:
         # One checkpoint at a time is in memory, and sums are float64.
-        params, info = checkpoints.restore_params(step, like)
+        params, info = checkpoints.restore_params(step, like, FIX)
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
         total = params if total is None else jax.tree.map(np.add, total, params)
     mean = jax.tree.map(lambda x, old: (x / len(steps)).astype(old.dtype), total, like)

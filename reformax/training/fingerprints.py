@@ -42,8 +42,12 @@ def of(task: Any, needed: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+# How a difference is mended where a run would go on.
+OWN = "set the task back, begin in another output_dir, or go on"
+
+
 def changes(
-    kept: Mapping[str, str], now: Mapping[str, str], step: int, allowed: bool
+    kept: Mapping[str, str], now: Mapping[str, str], step: int, allowed: bool, fix: str = OWN
 ) -> dict[str, dict[str, str]]:
     """The splits that differ from a checkpoint's: split -> {'was': ..., 'is': ...}.
 
@@ -52,6 +56,7 @@ def changes(
       now: those of the data.
       step: the checkpoint's.
       allowed: whether to return a difference instead of raising it.
+      fix: what else than the data as it was there is to do, "with --allow_changed_data" at last.
 
     Raises:
       ValueError: a split differs and that is not allowed.
@@ -64,8 +69,7 @@ def changes(
     if found and not allowed:
         raise ValueError(
             f"the data is not that of checkpoint {step}: {described(found)}; point --data_dir to "
-            "the data as it was or set the task back, begin in another output_dir, or go on with "
-            "--allow_changed_data"
+            f"the data as it was, {fix} with --allow_changed_data"
         )
     return found
 
