@@ -34,14 +34,17 @@ class ConfigField(NamedTuple):
     part: str | None = None
 
 
-def checked(config: Mapping[str, Any], fields: Mapping[str, ConfigField]) -> dict[str, Any]:
-    """The fields of a config.json, defaults filled in, once each of them is what it may be.
-
-    A switch that is not at its default makes another function, and is refused.
-    """
+def filled(config: Mapping[str, Any], fields: Mapping[str, ConfigField]) -> dict[str, Any]:
+    """The fields of a config.json, defaults filled in, once each of them is what it may be."""
     get = {name: config.get(name, field.default) for name, field in fields.items()}
     for name, field in fields.items():
         check(name, get[name], field.hint)
+    return get
+
+
+def checked(config: Mapping[str, Any], fields: Mapping[str, ConfigField]) -> dict[str, Any]:
+    """`filled`; a switch that is not at its default makes another function, and is refused."""
+    get = filled(config, fields)
     for name, field in fields.items():
         if field.hint is bool and get[name] != field.default:
             raise ValueError(f"{name} is {get[name]}: expected {field.default}")

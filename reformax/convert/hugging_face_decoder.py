@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reformax.convert import hugging_face_rotary
-from reformax.convert.hugging_face_config import ACTIVATIONS, activation_of
+from reformax.convert.hugging_face_config import ACTIVATIONS, activation_of, filled
 from reformax.convert.hugging_face_family import FULL, RECURRENT, WINDOW, Family, Layer
 from reformax.convert.spec import DENSE, Op, Spec, cycle_of
-from reformax.declared import check, shown
+from reformax.declared import shown
 from reformax.layers.layer_norm import norm_places
 from reformax.models.base import ROTARY
 from reformax.models.designs import Design
@@ -45,9 +45,7 @@ def spec_of(family: Family, config: Mapping[str, Any]) -> tuple[Spec, list[str]]
       ValueError: a value is out of range in either format, or the function is another.
     """
     config = text_of(family, config)
-    get = {name: config.get(name, field.default) for name, field in family.all_fields.items()}
-    for name, field in family.all_fields.items():
-        check(name, get[name], field.hint)
+    get = filled(config, family.all_fields)
     layers = family.layers(get)
     n_heads = get["num_attention_heads"]
     n_kv = get["num_key_value_heads"] or n_heads

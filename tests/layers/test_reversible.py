@@ -219,11 +219,14 @@ def test_the_grid():
     assert np.isnan(reversible.to_grid(jnp.float32(np.nan)))
 
 
-def lowered_gradient(n_layers, length=4096, d_model=128, **options):
+LENGTH, D_MODEL = 2048, 64
+
+
+def lowered_gradient(n_layers, **options):
     """The lowered gradient of a stack, which is never run."""
-    cycle = plain.blocks([local.local(chunk_len=64)], d_head=d_model // 2, d_ff=4 * d_model)
+    cycle = plain.blocks([local.local(chunk_len=64)], d_head=D_MODEL // 2, d_ff=4 * D_MODEL)
     stack = layers.ReversibleStack(cycle, n_layers, **options)
-    x = [jax.ShapeDtypeStruct((1, length, d_model), jnp.float32)] * stack.n_streams
+    x = [jax.ShapeDtypeStruct((1, LENGTH, D_MODEL), jnp.float32)] * stack.n_streams
     params = jax.eval_shape(lambda: stack.init_params(RNG, *(y.shape for y in x)))
 
     def loss(params, *x):
@@ -240,7 +243,7 @@ def test_neither_memory_nor_the_program_grows_with_depth(options):
     assert n_lines > 100
     assert abs(n_more - n_lines) <= 0.01 * n_lines
     shallow, deep = (x.compile().memory_analysis().temp_size_in_bytes for x in (shallow, deep))
-    assert shallow > 4096 * 128 * 4
+    assert shallow > LENGTH * D_MODEL * 4
     assert deep <= 1.1 * shallow
 
 
