@@ -199,6 +199,8 @@ def find(
         if by == "cut":
             parts = {"train": [file for paths in parts.values() for file in paths]}
         return Found(parts, dict.fromkeys(parts, "what `datasets` saved"), notes, "datasets")
+    if not raw and pattern == "*":
+        _check_no_pairs(path)
     chosen = choose(path, pattern, field, raw, by, option)
     names = {split: _named(path, paths) for split, paths in chosen.paths.items()}
     marked = [] if raw else _with_marks([p for x in chosen.paths.values() for p in x], field)
@@ -478,3 +480,17 @@ def _read_json(path: Path) -> dict:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no object of JSON: save the dataset again")
     return found
+
+
+def _check_no_pairs(folder: Path) -> None:
+    """Raises `SettingError` for sentence pairs: files of several splits in two languages."""
+    languages = []
+    for path in sorted(folder.glob("train.??")):
+        found = map(splits.named, (other.name for other in folder.glob(f"*{path.suffix}")))
+        if {x.split for x in found if x} - {"train"}:
+            languages.append(path.suffix.removeprefix("."))
+    if len(languages) > 1:
+        raise SettingError(
+            f"{folder} holds sentence pairs ({', '.join(languages)}): translate them with "
+            "--config_file=transformer_multi30k.gin, or choose files by text.text.pattern"
+        )
