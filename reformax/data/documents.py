@@ -483,13 +483,12 @@ def _read_json(path: Path) -> dict:
 
 
 def _check_no_pairs(folder: Path) -> None:
-    """Raises `SettingError` for sentence pairs: files of each split in two languages."""
-    languages = [
-        path.name.removeprefix("train.")
-        for path in sorted(folder.glob("train.??"))
-        for others in [map(splits.named, (x.name for x in folder.glob(f"*{path.suffix}")))]
-        if any(x and x.split != "train" for x in others)
-    ]
+    """Raises `SettingError` for sentence pairs: files of several splits in two languages."""
+    languages = []
+    for path in sorted(folder.glob("train.??")):
+        found = map(splits.named, (other.name for other in folder.glob(f"*{path.suffix}")))
+        if {x.split for x in found if x} - {"train"}:
+            languages.append(path.suffix.removeprefix("."))
     if len(languages) > 1:
         raise SettingError(
             f"{folder} holds sentence pairs ({', '.join(languages)}): translate them with "

@@ -11,6 +11,7 @@ drawn at once, a level at a time, so that a thousand examples take well below a 
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -84,11 +85,10 @@ def listops(
         )
 
     if data_dir is not None:
-        drawn = {"min_length": (min_length, 500), "max_depth": (max_depth, 10)}
-        drawn |= {"max_args": (max_args, 10), "data_seed": (data_seed, 0)}
-        drawn |= {"cache_dir": (cache_dir, None)}
-        for name, (value, default) in drawn.items():
-            if value != default:
+        of_drawn = dict(min_length=min_length, max_depth=max_depth, max_args=max_args)
+        of_drawn |= dict(data_seed=data_seed, cache_dir=cache_dir)
+        for name, value in of_drawn.items():
+            if value != inspect.signature(listops).parameters[name].default:
                 raise SettingError(
                     f"{name} is {value!r}: lists of data_dir are read, not drawn: leave it or "
                     "data_dir out"

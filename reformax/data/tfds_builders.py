@@ -1,4 +1,4 @@
-"""Prepares datasets of tensorflow-datasets once, with errors in one line.
+"""Reads datasets of tensorflow-datasets, prepared once, with errors in one line.
 
 tensorflow-datasets is an extra of the package, and imported at first use.
 """
@@ -9,17 +9,16 @@ import contextlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
 from reformax.data import files
 
-T = TypeVar("T")
 _TIMEOUT = 20  # seconds
 _BLOCK = 10_000  # examples read together
 
@@ -45,42 +44,6 @@ def library(name: str, instead: str) -> ModuleType:
             name=error.name,
         ) from None
     return tensorflow_datasets
-
-
-def load(
-    name: str,
-    builder: Callable[[], tfds.core.DatasetBuilder],
-    read: Callable[[tfds.core.DatasetBuilder], T],
-    url: str,
-    instead: str,
-) -> T:
-    """Prepares a dataset if that was not done before, and returns the result of `read`.
-
-    Args:
-      name: the dataset's name in errors.
-      builder: makes the dataset's builder.
-      read: reads the prepared dataset.
-      url: the source of the data, or of the greater part.
-      instead: the advice of the error where there is no network.
-
-    Raises:
-      ModuleNotFoundError: tensorflow-datasets is not installed.
-      OSError: the data could not be downloaded, checked, written or read.
-    """
-    config = library(name, instead).download.DownloadConfig(force_checksums_validation=True)
-    try:
-        dataset = builder()
-        if not dataset.is_prepared():
-            # Without a network tensorflow-datasets retries for minutes, so ask first.
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(url, timeout=_TIMEOUT).close()
-            dataset.download_and_prepare(download_config=config)
-        return read(dataset)
-    except files.Missing:
-        raise
-    except Exception as error:  # tensorflow-datasets has no base class of its errors
-        reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
-        raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error
 
 
 def builder_of(name: str, data_dir: str | os.PathLike | None = None) -> tfds.core.DatasetBuilder:
@@ -125,25 +88,37 @@ def columns(
 ) -> list[list[Any]]:
     """Features of all examples of a split, each a list in the dataset's order.
 
+    The dataset is prepared if that was not done before.
+
     Args:
       name, data_dir: as in `builder_of`.
       split: the dataset's own name of the split, or a part of it such as 'train[:90%]'.
       wanted: the features.
-      url, instead: as in `load`.
+      url: the source of the data, or of the greater part.
+      instead: the advice of the error where there is no network.
 
     Raises:
       ModuleNotFoundError: tensorflow-datasets is not installed.
-      OSError: the dataset could not be downloaded, prepared or read.
+      OSError: the data could not be downloaded, checked, written or read.
     """
-
-    def read(builder) -> list[list[Any]]:
-        found: list[list[Any]] = [[] for _ in wanted]
+    config = library(name, instead).download.DownloadConfig(force_checksums_validation=True)
+    found: list[list[Any]] = [[] for _ in wanted]
+    try:
+        builder = builder_of(name, data_dir)
+        if not builder.is_prepared():
+            # Without a network tensorflow-datasets retries for minutes, so ask first.
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(url, timeout=_TIMEOUT).close()
+            builder.download_and_prepare(download_config=config)
         for block in _blocks(builder, split):
             for column, feature in zip(found, wanted, strict=True):
                 column.extend(block[feature])
-        return found
-
-    return load(name, lambda: builder_of(name, data_dir), read, url, instead)
+    except files.Missing:
+        raise
+    except Exception as error:  # tensorflow-datasets has no base class of its errors
+        reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
+        raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error
+    return found
 
 
 def _blocks(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[dict[str, Sequence]]:

@@ -31,15 +31,6 @@ def test_split_is_ninety_five_five_in_order(n):
     assert len(splits["valid"]) == len(splits["test"]) == int(n * 0.05 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "n, sizes",
-    [(4_154_064, (3_738_658, 207_703, 207_703)), (10**8, (90_000_000, 5_000_000, 5_000_000))],
-)
-def test_split_sizes_of_enwik8_and_its_prefix(n, sizes):
-    splits = split_bytes(np.broadcast_to(np.uint8(0), n), "x")
-    assert tuple(map(len, splits.values())) == sizes
-
-
 def test_too_short_to_split(fails_in_one_line):
     with fails_in_one_line(ValueError, "notes.txt: 19 bytes are too few"):
         split_bytes(some_bytes(19), "notes.txt")

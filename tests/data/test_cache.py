@@ -198,11 +198,8 @@ def test_a_reader_who_may_not_write_the_lock_holds_it(source, monkeypatch):
 
 ROWS = [
     ([], "--data_dir and --to are missing"),
-    (["--data_dir=x"], "--data_dir and --to are missing"),
     (["--list", "--to=x"], "--to=x: --list and --prune go by the cache, leave the flag out"),
-    (["--list", "--vocab_size=256"], "--vocab_size=256: --list and --prune go by"),
     (["--prune=3", "--join_by=a"], "--join_by=a: --list and --prune go by the cache"),
-    (["--prune=3", "--raw"], "--raw: --list and --prune go by the cache"),
     (["--data_dir=x", "--to=y", "--cache_dir=z"], "--list and --prune"),
 ]
 

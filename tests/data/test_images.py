@@ -6,9 +6,6 @@ from PIL import Image
 
 from reformax.cli import errors, generate, pictures, train
 from reformax.data.images import images
-from reformax.models import TransformerLM
-from reformax.training import evaluation
-from tests.layers import plain
 
 N = 20
 
@@ -122,14 +119,6 @@ def test_the_photographs_that_come_along():
     task = images(side=64)
     batch = task.train_batch(0, 0, 2, 64 * 64 * 3)
     assert batch.inputs.shape == (2, 12_288) and batch.inputs.std() > 10
-
-
-def test_a_model_is_scored_in_bits_per_dim(folder):
-    task = images(folder, side=2)
-    model = TransformerLM(256, d_model=8, d_ff=8, n_heads=1, n_layers=1, mode="eval")
-    params = plain.init(model, (2, 12))
-    found = evaluation.evaluate(model, params, task, batch_size=2, length=12)
-    assert found["n_targets"] == 24 and 5 < found["bits_per_dim"] < 20
 
 
 def test_rows_of_bytes_become_a_sheet(tmp_path):

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import re
+import tracemalloc
 import zipfile
 
 import pytest
@@ -94,6 +95,16 @@ def test_no_package_is_in_two_splits_of_whole_packages(tmp_path, content, fails_
     assert max(len(parts["valid"]), len(parts["test"])) <= len(content(make())) * 5 // 100
     with fails_in_one_line(ValueError, "whole_packages is True and no whole package .* 7 bytes of"):
         make(whole_packages=True, max_held_out=7)
+
+
+def test_the_text_is_in_memory_once(tmp_path):
+    members = {f"a/{i}.py": b"# line %d\n" % i * 10_000 for i in range(30)}
+    (tmp_path / "list").write_text(write_wheel(tmp_path, "a-1", members))
+    tracemalloc.start()
+    found = package_sources.read(tmp_path, tmp_path / "list")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * len(found.data)
 
 
 def test_a_missing_wheel_is_named_with_the_command(listed, tmp_path, fails_in_one_line):

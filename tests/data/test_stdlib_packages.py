@@ -60,8 +60,3 @@ def test_what_does_not_fit_is_refused(folder, fails_in_one_line):
     ):
         with fails_in_one_line(ValueError, message):
             stdlib_packages(**SMALL | options)
-
-
-def test_the_library_of_this_python_has_packages():
-    batch = stdlib_packages().train_batch(0, 0, 8, 1024)
-    assert batch.inputs.shape == (8, 1024) and batch.inputs.min() >= 1

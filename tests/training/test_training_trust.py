@@ -98,7 +98,7 @@ REFUSED = {
     "a method": f"{HEAD}from reformax.models import lm\n"
     "loop.train.task = @lm.ReformerLM.init_params()",
     "a download": f"{HEAD}from reformax.data import tfds_builders\n"
-    "loop.train.task = @tfds_builders.load()",
+    "loop.train.task = @tfds_builders.columns()",
     "a converter": f"{HEAD}from reformax.convert import hugging_face\n"
     "loop.train.task = @hugging_face.write()",
     "a class of data": f"{HEAD}from reformax.data import vocabulary\n"
