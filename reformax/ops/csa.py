@@ -21,27 +21,23 @@ sees K, Q queries of a chunk.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax import devices
-from reformax.buffers import Meter, updated
 from reformax.declared import Count, NonNegative, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import NARROW_HEAD, KernelObstacles, compute_by
+from reformax.ops.calls.dispatch import KernelObstacles, choose_kernels
 from reformax.ops.compressing.attention import (
     Summaries,
     grouped,
     in_kernels,
-    last_position,
     merged,
     to_summaries,
 )
@@ -53,41 +49,29 @@ from reformax.ops.compressing.summaries import (
     summarize_shards,
 )
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, fill_ring
+from reformax.ops.indexing.blocks import best_blocks, best_of_newest
+from reformax.ops.indexing.gathered import KeyReader, KeysOfQueries, gathers
 from reformax.ops.indexing.learning import (
     clipped,
     divergence,
     index_queries,
     init_queries,
-    is_chosen,
     no_queries,
 )
-from reformax.ops.indexing.reuse import MAX_PAIRS, Reusing
-from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import (
-    IndexQueries,
-    gathered,
-    scores,
-    scores_of_gathered,
-)
-from reformax.ops.indexing.streaming import best_keys
+from reformax.ops.indexing.op_functions import MEASURED, IndexedChoice
+from reformax.ops.indexing.scores import IndexQueries
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import CAUSAL, Side, is_token
+from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.auxiliary_loss import with_loss
-from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.precision import IndexDtype, accum_dtype, rounded
+from reformax.ops.numerics.precision import IndexDtype, rounded
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
 from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, nonzero
 
-# Array operations gather the chosen summaries where they are at most one of so many.
-GATHERED = 4
-# Queries of a row over which kernels' reported loss is a mean.
-MEASURED = 256
-
 
 @op
-class csa(Reusing, Compressed, AttentionOp):
+class csa(IndexedChoice, Compressed, AttentionOp):
     """Causal attention to a window and to the best summaries, the same for all heads.
 
     Blocks are at fixed positions of the row. In packed rows a summary is over the segment of its
@@ -171,24 +155,17 @@ class csa(Reusing, Compressed, AttentionOp):
         index = init_queries(rng_weight, of_queries, self.n_index_heads)
         index |= init_weights(self.block_size, self.n_series, self.d_index)
         both = jnp.repeat(key[:, :, None], self.n_series, axis=2)
-        meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
-        return (
-            super()._init(rng, dims)
-            | meter
-            | {"index": index | {"key": both, "gate": jnp.zeros_like(both)}}
-        )
+        index |= {"key": both, "gate": jnp.zeros_like(both)}
+        return super()._init(rng, dims) | self._meter() | {"index": index}
 
     def _obstacles(
         self, call: Call, q: Array, k: Array, v: Array | None, plan: Array | None = None
     ) -> KernelObstacles:
         """Those of the kernels of the attention too, by which the choice goes."""
-        found = super()._obstacles(call, q, k, v)
         n_blocks = -(-k.shape[1] // self.block_size)
         n_listed = min(self.top_k, n_blocks) if plan is None else plan.shape[2]
-        n_bits = self._n_bits(q, k, n_listed, n_blocks)
-        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
-        own = (f"{name}={n}" for name, (n, most) in above.items() if n > most)
-        return found._replace(call=found.call or next(own, None))
+        above = self._above(self._n_bits(q, k, n_listed, n_blocks))
+        return super()._obstacles(call, q, k, v, **above)
 
     # The choice.
 
@@ -220,37 +197,18 @@ class csa(Reusing, Compressed, AttentionOp):
         """Index queries or keys as they are scored: rotated to their positions, and rounded."""
         return rounded(self._rotated(x, position), self.index_dtype)
 
-    def _newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
-        """The last complete block at a position; -1 before the first."""
-        return (position + 1) // self.block_size - 1
-
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The summaries that each query sees; the kernel returns them in order. -1 is none."""
         self._check_chooses()
         query_ids, length = ids_or_ones(call.segment_ids, q), q.shape[1]
         ids = sharding.of_all(call.shard, query_ids)
         queries, keys = lax.stop_gradient(self._index(call, params, q, k, ids))
-        n_best, of_blocks = (
-            min(self.top_k, keys.shape[1]),
-            in_blocks(ids, self.block_size)[:, :, -1],
-        )
-
-        def by_kernels(interpret: bool) -> Int[Array, "B T K"]:
-            from reformax.ops.kernels.triton import indexer as kernel
-
-            masks = (None, None) if call.segment_ids is None else (ids, of_blocks)
-            arrays = *queries, keys, *masks
-            sizes = self.block_size, self.index_dtype
-            return kernel.choose_positions(n_best, True, interpret, *arrays, *sizes)
-
-        def in_arrays() -> Int[Array, "B T K"]:
-            position = sharding.first_query(call.shard, length) + positions(length)
-            side = Side(self._newest_block(position), query_ids)
-            rule = ChoiceRule(causal=True)
-            return best_keys("relu", rule, n_best, queries, keys, side, of_blocks)[1]
-
-        obstacles = self._obstacles(call, q, k, None)
-        return compute_by(self.impl, in_arrays, pallas=(obstacles, by_kernels))
+        of_blocks = in_blocks(ids, self.block_size)[:, :, -1]
+        side = Side(sharding.first_query(call.shard, length) + positions(length), query_ids)
+        sizes = "relu", self.index_dtype, self.block_size, min(self.top_k, keys.shape[1])
+        arrays, packed = (queries, keys, side, of_blocks), call.segment_ids is not None
+        interpret = choose_kernels(self.impl, self._obstacles(call, q, k, None))
+        return best_blocks(*sizes, *arrays, interpret, packed)
 
     # Attention.
 
@@ -258,20 +216,13 @@ class csa(Reusing, Compressed, AttentionOp):
         query_ids, length = ids_or_ones(call.segment_ids, q), q.shape[1]
         ids = sharding.of_all(call.shard, query_ids)
         index, index_keys = self._index(call, params, plain_q, plain_k, ids)
-        n_blocks, n_chosen = index_keys.shape[1], plan.shape[2]
-        gathers = n_chosen * GATHERED <= n_blocks
-        if gathers:  # from wide copies, to which the gradient adds the keys of each query
-            wide = (x.astype(accum_dtype(x.dtype)) for x in summaries[:2])
-            dtypes = summaries.keys.dtype, summaries.values.dtype
-            far = Summaries(*wide, summaries.ids)
-            of_keys = functools.partial(self._of_chosen, call, far, index_keys, dtypes)
-        else:
-            of_keys = functools.partial(self._of_all, call, summaries, index_keys)
+        n_seen, n_chosen = index_keys.shape[1], plan.shape[2]
+        of_keys = self._reader(call, summaries, index_keys).best_for(n_chosen)
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, ids, position, plan, acc, row_max, row_sum, *index):
             x = of_keys(q, plan, Side(position[..., None], ids[..., None]), IndexQueries(*index))
-            mask, block = (y[:, None, None] for y in (x.mask, x.block))
+            mask, block = (y[:, None, None] for y in (x.mask, x.key))
             far = to_summaries(call, x.logits, mask, x.axes, x.values, block, position)
             whole = merged(call, Softmax(acc, row_max, row_sum), far)
             return whole.output(), self._divergence(x, far, whole)
@@ -279,29 +230,17 @@ class csa(Reusing, Compressed, AttentionOp):
         q = grouped(q, summaries.keys.shape[2])
         position = sharding.first_query(call.shard, length) + positions(length)
         arrays = q, query_ids, position, plan, *near, *index
-        n_seen, n_each = n_chosen if gathers else n_blocks, q.shape[2] * q.shape[3]
-        n_each += self.n_index_heads + 1
-        if gathers:
+        n_each = q.shape[2] * q.shape[3] + self.n_index_heads + 1
+        if gathers(n_chosen, n_seen):
+            n_seen = n_chosen
             n_each += q.shape[2] * (q.shape[-1] + near.acc.shape[-1]) + self.d_index
         out, losses = by_chunks(attend, n_each * n_seen, *arrays)
         loss = self._factor(call, query_ids, losses.dtype) * losses.sum()
         out = with_loss(join_chunks(out, length), loss)
-        mean = devices.total(losses.sum(), sharding.axis_of(call.shard))
-        mean /= jnp.maximum(jnp.sum(is_token(ids)), 1)
-        return self._reporting(params, out, mean)
+        return self._reported(call, params, out, losses, query_ids) if self.report_loss else out
 
-    def _factor(self, call: Call, ids: Int[Array, "B T"], dtype) -> Float[Array, ""]:
-        """The factor of the sum of the divergence over queries."""
-        n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(call.shard))
-        factor = 0.0 if self.reuse else self.index_loss
-        return factor / jnp.maximum(n_tokens, 1).astype(dtype)
-
-    def _reporting(self, params, out: Array, mean: Float[Array, ""]) -> Array:
-        """The output, whose gradient carries what the meter of the loss becomes."""
-        if not self.report_loss:
-            return out
-        meter = updated(params["index_loss"], lax.stop_gradient(mean))
-        return out + (0 * meter).astype(out.dtype)
+    def _reader(self, call: Call, summaries: Summaries, index_keys) -> KeyReader:
+        return KeyReader(call, "relu", self.block_size, *summaries, index_keys)
 
     def _in_kernels(
         self, call: Call, params, q, k, v, summaries, plan, plain_q, plain_k, interpret
@@ -318,66 +257,37 @@ class csa(Reusing, Compressed, AttentionOp):
         out, *sums = in_kernels(call, interpret, q, k, v, summaries, sizes, plan, learner)
         if not self.report_loss:
             return out
-        mean = self._mean_loss(call, q, summaries, index, index_keys, plan, ids, sums)
-        return self._reporting(params, out, mean)
+        measured = self._some_losses(call, q, summaries, index, index_keys, plan, ids, sums)
+        return self._reported(call, params, out, *measured)
 
-    def _mean_loss(
+    def _some_losses(
         self, call: Call, q, summaries, index, index_keys, plan, ids, sums
-    ) -> Float[Array, ""]:
-        """The mean divergence over some queries, whose softmax has `sums`, for the eye."""
-        step, n_kv = -(-q.shape[1] // MEASURED), summaries.keys.shape[2]
+    ) -> tuple[Float[Array, "C B Q"], Int[Array, "B Q"]]:
+        """The divergences of some queries, whose softmax has `sums`, and the queries' ids."""
+        n_kv = summaries.keys.shape[2]
         of_rows = (jnp.moveaxis(x, 1, 2).reshape(*q.shape[:2], n_kv, -1) for x in sums)
-        arrays = grouped(q, n_kv), plan, ids, positions(q.shape[1]), *index, *of_rows
-        some = tuple(x[:, ::step] for x in lax.stop_gradient(arrays))
-        far, index_keys = lax.stop_gradient((summaries, index_keys))
-        dtypes = far.keys.dtype, far.values.dtype
+        arrays = ids, grouped(q, n_kv), plan, positions(q.shape[1]), *index, *of_rows
+        query_ids, *some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
+        reader = self._reader(call, *lax.stop_gradient((summaries, index_keys)))
 
-        def divergence_of(q, chosen, query_ids, position, vectors, weights, *sums):
-            query, index = Side(position[..., None], query_ids[..., None]), (vectors, weights)
-            arrays = far, index_keys, dtypes, q, chosen, query, IndexQueries(*index)
-            x = self._of_chosen(call, *arrays)
+        def divergence_of(query_ids, q, chosen, position, vectors, weights, *sums):
+            query = Side(position[..., None], query_ids[..., None])
+            x = reader.of_chosen(q, chosen, query, IndexQueries(vectors, weights))
             row_max, row_sum = (jnp.moveaxis(y, 1, 3)[..., None] for y in sums)
             weights = masked_exp(x.logits, x.mask[:, None, None], row_max) / nonzero(row_sum)
             return self._divergence_from(x, weights)
 
         n_each = q.shape[2] * 3 + 2 * n_kv * q.shape[3] + self.n_index_heads + 2 * self.d_index
-        losses = by_chunks(divergence_of, n_each * plan.shape[2], *some)
-        return losses.sum() / jnp.maximum(jnp.sum(is_token(some[2])), 1).astype(losses.dtype)
+        return by_chunks(divergence_of, n_each * plan.shape[2], query_ids, *some), query_ids
 
-    def _of_all(self, call, far, index_keys, q, chosen, query, index) -> SummariesOfQueries:
-        n_blocks = far.keys.shape[1]
-        block = jnp.arange(n_blocks, dtype=jnp.int32)[None, None]
-        key = Side(last_position(block, self.block_size), far.ids[:, None])
-        return SummariesOfQueries(
-            call.logits.of("bqgmh,bcgh->bgmqc", q, far.keys),
-            is_chosen(chosen, n_blocks) & CAUSAL.sees(query, key),
-            "bgmqc,bcgv->bgmqv",
-            far.values,
-            block,
-            scores("relu", index, index_keys),
-        )
-
-    def _of_chosen(self, call, far, index_keys, dtypes, q, chosen, query, index):
-        at = jnp.maximum(chosen, 0)
-        keys, values, ids, index_keys = (gathered(x, at) for x in (*far, index_keys))
-        key = Side(last_position(at, self.block_size), ids, exists=chosen >= 0)
-        return SummariesOfQueries(
-            call.logits.of("bqgmh,bqkgh->bgmqk", q, keys.astype(dtypes[0])),
-            CAUSAL.sees(query, key),
-            "bgmqk,bqkgv->bgmqv",
-            values.astype(dtypes[1]),
-            at,
-            scores_of_gathered("relu", index, index_keys),
-        )
-
-    def _divergence(self, x: SummariesOfQueries, far: Softmax, whole: Softmax):
+    def _divergence(self, x: KeysOfQueries, far: Softmax, whole: Softmax):
         """The indexer's divergence of each query, from the heads' weights of the summaries."""
         weights = masked_softmax(x.logits, x.mask[:, None, None])
         share = far.row_sum * jnp.exp(far.row_max - whole.row_max) / nonzero(whole.row_sum)
         share = jnp.moveaxis(share, 1, 3)[..., None]  # of the summaries in each head's softmax
         return self._divergence_from(x, weights * share)
 
-    def _divergence_from(self, x: SummariesOfQueries, weights: Float[Array, "B G M Q K"]):
+    def _divergence_from(self, x: KeysOfQueries, weights: Float[Array, "B G M Q K"]):
         """The same from the weights of each head's softmax over all that it sees."""
         attention = lax.stop_gradient(weights).sum(axis=(1, 2))
         attention = attention / nonzero(attention.sum(axis=-1, keepdims=True))
@@ -413,31 +323,9 @@ class csa(Reusing, Compressed, AttentionOp):
         number = self._completed(position, n_blocks)
         keys = index.keys.at[jnp.arange(len(position)), number].set(key, mode="drop")
         queries = self._index_queries(params, q, position[:, None])
-        block = jnp.arange(n_blocks, dtype=jnp.int32)[None, None]
-        allowed = CAUSAL.sees(Side(self._newest_block(position)[:, None, None]), Side(block))
-        found = scores("relu", queries, keys)
-        chosen = best_of(found, allowed, min(self.top_k, n_blocks))[:, 0]
+        sizes = self.block_size, min(self.top_k, n_blocks)
+        chosen = best_of_newest("relu", *sizes, queries, keys, position)
         return CsaIndex(newest, keys, chosen)
-
-
-class SummariesOfQueries(NamedTuple):
-    """A chunk of queries and its summaries, all of them or those that each query chose.
-
-    Attributes:
-      logits: of the attention.
-      mask: which summaries a query sees.
-      axes: the equation of the product of weights and values.
-      values: of the summaries.
-      block: their numbers.
-      scores: of the indexer.
-    """
-
-    logits: Float[Array, "B G M Q K"]
-    mask: Bool[Array, "B Q K"]
-    axes: str
-    values: Array
-    block: Int[Array, "#B #Q K"]
-    scores: Float[Array, "B Q K"]
 
 
 class CsaIndex(NamedTuple):

@@ -24,16 +24,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax import devices
-from reformax.buffers import Meter, updated
 from reformax.declared import NonNegative, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
@@ -56,22 +53,23 @@ from reformax.ops.decoding.cache import (
     replace_in_memory,
 )
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
+from reformax.ops.indexing.blocks import in_parts, newest_block
+from reformax.ops.indexing.gathered import KeyReader, KeysOfQueries, gathers
 from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
 from reformax.ops.indexing.learning import (
     clipped,
     divergence,
     index_queries,
     init_queries,
-    is_chosen,
     no_queries,
 )
-from reformax.ops.indexing.reuse import MAX_PAIRS, Reusing
-from reformax.ops.indexing.scores import IndexQueries, gathered, scores, scores_of_gathered
+from reformax.ops.indexing.op_functions import MEASURED, IndexedChoice
+from reformax.ops.indexing.scores import IndexQueries
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side, Visibility, is_token
+from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.logits import PLAIN
-from reformax.ops.numerics.precision import accum_dtype, product
+from reformax.ops.numerics.precision import product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.dropout import dropout_mask, seed_at
@@ -79,15 +77,10 @@ from reformax.ops.softmax.online import masked_softmax, nonzero
 
 # The most query heads of a key head for which kernels read whole blocks.
 MAX_GROUP = 128
-# Array operations gather the chosen keys where they are at most one of so many: on a CPU, both
-# passes of 4,096 tokens that choose 256 take a sixth of those over all keys.
-GATHERED = 4
-# Queries of a row over which the reported loss is a mean.
-MEASURED = 256
 
 
 @op
-class dsa(Reusing, AttentionOp):
+class dsa(IndexedChoice, AttentionOp):
     """Attention to the positions with the indexer's highest scores, the same for all heads.
 
     It is dense attention where `top_k` is at least the length. The indexer's loss is then that of
@@ -167,8 +160,7 @@ class dsa(Reusing, AttentionOp):
         self, call: Call, q: Array, k: Array, v: Array | None, n_bits: int = 0
     ) -> KernelObstacles:
         """The obstacles of the kernels: of those that choose where `v` is None, or attend."""
-        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
-        above = {name: n for name, (n, most) in above.items() if n > most}
+        above = self._above(n_bits)
         above["score"] = None if self.indexer.score == "relu" else self.indexer.score
         if v is None:
             above |= self.indexer.kernel_obstacles(call.causal)
@@ -182,8 +174,7 @@ class dsa(Reusing, AttentionOp):
         rng, rng_weight = jax.random.split(rng)
         sizes = dims.n_heads, dims.d_qk, self.d_index
         key = jax.random.normal(rng, sizes) / math.sqrt(self.d_index)
-        meter = {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
-        found = meter | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
+        found = self._meter() | init_queries(rng_weight, key, self.n_index_heads) | {"key": key}
         if self.indexer.learns:
             rng = jax.random.fold_in(rng, 1)
             found["candidates"] = self.indexer.candidates.init(rng, self.d_index)
@@ -240,9 +231,7 @@ class dsa(Reusing, AttentionOp):
             of_blocks, _ = self.indexer.block_keys(index_keys, ids)
             index_keys = jnp.repeat(of_blocks, self.indexer.block_size, axis=1)[:, : k.shape[1]]
         query_ids = sharding.of_shard(call.shard, ids, q.shape[1])
-        n_tokens = devices.total(jnp.sum(is_token(query_ids)), sharding.token_axes_of(call.shard))
-        factor = 0.0 if self.reuse else self.index_loss
-        factor = factor / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
+        factor = self._factor(call, query_ids, index_keys.dtype)
 
         arrays = q, k, v, index, index_keys, factor, plan, ids
         in_arrays, in_kernels = (
@@ -258,9 +247,8 @@ class dsa(Reusing, AttentionOp):
             out = with_loss(out, self.index_loss * loss)
         if not self.report_loss:
             return out
-        mean = self._mean_loss(call, q, k, v, index, index_keys, plan, ids)
-        # Its gradient carries what the meter becomes.
-        return out + (0 * updated(params["index_loss"], mean)).astype(v.dtype)
+        measured = self._some_losses(call, q, k, v, index, index_keys, plan, ids)
+        return self._reported(call, params, out, *measured)
 
     def _in_kernels(
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids, interpret: bool
@@ -271,16 +259,17 @@ class dsa(Reusing, AttentionOp):
         masks = (None, None) if call.segment_ids is None else (query_ids, ids)
         by_blocks, learner = self.indexer.block_size > 1, None
         if self._learns:
-            learnt = self.indexer.in_parts(plan)[0] if by_blocks else plan
+            learnt = in_parts(plan, self.indexer.block_size)[0] if by_blocks else plan
             arrays = kernel.IndexerArrays(*index, index_keys)
             learner = kernel.ChoiceLearner(arrays, factor, learnt)
         if by_blocks:
             return self._blocks_in_kernels(call, q, k, v, learner, plan, masks[1], interpret)
         causal = self._hides_later(call)
         by_list = kernel.reads_lists(plan.shape[2], k.shape[1], q, k, causal)
-        sizes = kernel.ChosenSizes(causal, call.dropout, call.logits, by_list)
+        group = q.shape[2] // k.shape[2]
+        sizes = kernel.listed.ListedSizes(group, call.dropout, call.logits, causal)
         seed = seed_at(call.seed, sharding.first_query(call.shard, q.shape[1]), 0)
-        return kernel.attend(sizes, interpret, q, k, v, learner, plan, *masks, seed)
+        return kernel.attend(sizes, by_list, interpret, q, k, v, learner, plan, *masks, seed)
 
     def _hides_later(self, call: Call) -> bool:
         """Whether kernels of the attention hide later keys, of queries that begin at position 0.
@@ -296,8 +285,8 @@ class dsa(Reusing, AttentionOp):
         from reformax.ops.kernels.triton import compressed as kernel
         from reformax.ops.kernels.triton.nsa import n_rows
 
-        chosen, own = self.indexer.in_parts(plan)
         group, size = q.shape[2] // k.shape[2], self.indexer.block_size
+        chosen, own = in_parts(plan, size)
         blocks = chosen[..., ::size] // size
         rows = kernel_obstacles(q, k, v, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
         by_block = rows.chip is None and group <= MAX_GROUP
@@ -311,60 +300,30 @@ class dsa(Reusing, AttentionOp):
         self, call: Call, q, k, v, index, index_keys, factor, plan, ids
     ) -> Float[Array, "B T N V"]:
         """The attention and the indexer's loss in array operations."""
-        (length, n_heads), n_keys = q.shape[1:3], k.shape[1]
-        k, v = repeat_heads(q, k, v)
-        gathers = plan.shape[2] * GATHERED <= n_keys
-        if gathers:  # from wide copies, to which the gradient adds the keys of each query
-            wide = (x.astype(accum_dtype(x.dtype)) for x in (k, v))
-            keys, dtypes = (*wide, index_keys, ids), (k.dtype, v.dtype)
-            of_keys = functools.partial(self._of_chosen_keys, call, keys, dtypes)
-        else:
-            of_keys = functools.partial(self._of_all_keys, call, (k, v, index_keys, ids))
+        (length, n_heads), n_seen = q.shape[1:3], k.shape[1]
+        keys = *repeat_heads(q, k, v), ids, index_keys
+        of_keys = KeyReader(call, self.indexer.score, 1, *keys).best_for(plan.shape[2])
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, chosen, query_ids, position, *index):
-            return self._attend_to_keys(
-                call, of_keys(q, chosen, query_ids, position, *index), position
-            )
+            query = Side(position[..., None], query_ids[..., None])
+            x = of_keys(q, chosen, query, IndexQueries(*index))
+            return self._attend_to_keys(call, x, position)
 
         position = sharding.first_query(call.shard, length) + positions(length)
-        arrays = q, plan, sharding.of_shard(call.shard, ids, length), position, *index
+        query_ids = sharding.of_shard(call.shard, ids, length)
+        arrays = q, plan, query_ids, position, *index
         n_each = n_heads + self.n_index_heads + 1
-        if gathers:
-            n_keys = plan.shape[2]
+        if gathers(plan.shape[2], n_seen):
+            n_seen = plan.shape[2]
             n_each += n_heads * (q.shape[3] + v.shape[3]) + self.d_index
-        out, losses = by_chunks(attend, n_each * n_keys, *arrays)
+        out, losses = by_chunks(attend, n_each * n_seen, *arrays)
         return with_loss(join_chunks(out, length).astype(v.dtype), factor * losses.sum())
-
-    def _of_all_keys(self, call, keys, q, chosen, query_ids, position, *index) -> KeysOfQueries:
-        k, v, index_keys, ids = keys
-        length = k.shape[1]
-        return KeysOfQueries(
-            call.logits.of("bqnh,bsnh->bnqs", q, k),
-            scores(self.indexer.score, IndexQueries(*index), index_keys),
-            is_chosen(chosen, length) & _visible(call.causal, ids, query_ids, position),
-            jnp.arange(length, dtype=jnp.int32)[None, None],
-            lambda weights: product("bnqs,bsnv->bqnv", weights, v, v.dtype),
-        )
-
-    def _of_chosen_keys(
-        self, call, keys, dtypes, q, chosen, query_ids, position, *index
-    ) -> KeysOfQueries:
-        at = jnp.maximum(chosen, 0)
-        k, v, index_keys, ids = (gathered(x, at) for x in keys)
-        key = Side(at, ids, exists=chosen >= 0)
-        return KeysOfQueries(
-            call.logits.of("bqnh,bqknh->bnqk", q, k.astype(dtypes[0])),
-            scores_of_gathered(self.indexer.score, IndexQueries(*index), index_keys),
-            Visibility(call.causal).sees(Side(position[..., None], query_ids[..., None]), key),
-            at,
-            lambda weights: product("bnqk,bqknv->bqnv", weights, v, dtypes[1]),
-        )
 
     def _attend_to_keys(
         self, call: Call, x: KeysOfQueries, position
     ) -> tuple[Float[Array, "B Q N V"], Float[Array, "B Q"]]:
-        """The output of a chunk of queries, and the divergence of each."""
+        """The output of a chunk of queries, which have a key head each, and their divergences."""
         weights = masked_softmax(x.logits, x.mask[:, None])
         dropped_weights = weights
         if call.seed is not None:
@@ -375,33 +334,33 @@ class dsa(Reusing, AttentionOp):
             kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
             dropped_weights = weights * kept.astype(weights.dtype)
         mean_weights, learnt = lax.stop_gradient(weights).mean(axis=1), x.mask
-        if self.indexer.block_size > 1:  # what is seen in any case has no score
-            block = x.key // self.indexer.block_size
-            learnt &= block <= self.indexer.newest_block(position)[..., None]
+        if (size := self.indexer.block_size) > 1:  # what is seen in any case has no score
+            learnt &= x.key // size <= newest_block(position, size)[..., None]
             mean_weights = jnp.where(learnt, mean_weights, 0)
             mean_weights /= nonzero(mean_weights.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
-        return x.summed(dropped_weights), divergence(found, mean_weights, learnt)
+        out = product(x.axes, dropped_weights, x.values, x.values.dtype)
+        return out, divergence(found, mean_weights, learnt)
 
-    def _mean_loss(self, call: Call, q, k, v, index, index_keys, plan, ids) -> Float[Array, ""]:
-        """The mean divergence over up to `MEASURED` queries of a row, which is reported only."""
+    def _some_losses(
+        self, call: Call, q, k, v, index, index_keys, plan, ids
+    ) -> tuple[Float[Array, "C B Q"], Int[Array, "B Q"]]:
+        """The divergences of some queries, which are reported, and the queries' ids."""
         length = q.shape[1]
         k, v = repeat_heads(q, k, v)
         position = sharding.first_query(call.shard, length) + positions(length)
         arrays = sharding.of_shard(call.shard, ids, length), q, plan, position, *index
-        some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
-        keys, dtypes = lax.stop_gradient((k, v[..., :1], index_keys, ids)), (k.dtype, v.dtype)
-        call = call.but(seed=None)
+        query_ids, *some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
+        keys = lax.stop_gradient((k, v[..., :1], ids, index_keys))
+        reader, call = KeyReader(call, self.indexer.score, 1, *keys), call.but(seed=None)
 
         def divergence_of(query_ids, q, chosen, position, *index):
-            x = self._of_chosen_keys(call, keys, dtypes, q, chosen, query_ids, position, *index)
+            query = Side(position[..., None], query_ids[..., None])
+            x = reader.of_chosen(q, chosen, query, IndexQueries(*index))
             return self._attend_to_keys(call, x, position)[1]
 
         n_each = q.shape[2] * (q.shape[3] + 2) + self.n_index_heads + 2 * self.d_index
-        losses = by_chunks(divergence_of, n_each * plan.shape[2], *some)
-        sums = losses.sum(), jnp.sum(is_token(some[0]))
-        loss, n_tokens = (devices.total(x, sharding.axis_of(call.shard)) for x in sums)
-        return loss / jnp.maximum(n_tokens, 1).astype(loss.dtype)
+        return by_chunks(divergence_of, n_each * plan.shape[2], query_ids, *some), query_ids
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
         del plan
@@ -467,36 +426,12 @@ class dsa(Reusing, AttentionOp):
         return attend_to(call, q, keys, values, chosen >= 0, self.impl), cache
 
 
-class KeysOfQueries(NamedTuple):
-    """A chunk of queries and its keys, all of them or those that each query chose.
-
-    Attributes:
-      logits: of the attention.
-      scores: of the indexer.
-      mask: which keys a query sees.
-      key: the keys' positions.
-      summed: `weights [B, N, Q, K] -> [B, Q, N, V]`, the sums of values.
-    """
-
-    logits: Float[Array, "B N Q K"]
-    scores: Float[Array, "B Q K"]
-    mask: Bool[Array, "B Q K"]
-    key: Int[Array, "#B #Q K"]
-    summed: Callable[[Array], Array]
-
-
 def _index_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:
     k = clipped(k)
     weight = params["key"].astype(k.dtype)
     # The query heads of a key head read the same key.
     weight = weight.reshape(k.shape[2], -1, *weight.shape[1:]).sum(axis=1)
     return jnp.einsum("btgh,ghd->btd", k, weight)
-
-
-def _visible(causal: bool, ids: Int[Array, "#B S"], query_ids, position) -> Bool[Array, "B Q S"]:
-    """Which keys the queries of a chunk may see, by causality and segment."""
-    k = Side(jnp.arange(ids.shape[1])[None, None], ids[:, None])
-    return Visibility(causal).sees(Side(position[..., None], query_ids[..., None]), k)
 
 
 # Decoding. C is the capacity.

@@ -396,6 +396,7 @@ class nsa(AttentionOp):
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in kernels."""
         from reformax.ops.kernels.triton import nsa as kernel
+        from reformax.ops.kernels.triton.group_rows import GroupInputs
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
         stride, span = self.compress_stride, self.compress_len
@@ -403,10 +404,10 @@ class nsa(AttentionOp):
         ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
         sizes = kernel.NsaSizes(group, 0, 0, stride, span, *others)
         summary_ids = None if ids is None else summaries.ids
-        x = kernel.NsaInputs(q, *summaries[:2], ids, summary_ids, call.seed)
+        x = GroupInputs(q, *summaries[:2], ids, summary_ids, call.seed)
         compressed = kernel.attend(sizes, interpret, x)
         sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, *others)
-        x = kernel.NsaInputs(q, k, v, ids, ids, call.seed, plan)
+        x = GroupInputs(q, k, v, ids, ids, call.seed, plan)
         return compressed, kernel.attend(sizes, interpret, x)
 
     def _init_cache(self, call, params, q, k, v, plan) -> NsaCache:

@@ -1,7 +1,6 @@
 """Block-sparse attention beyond the shared tests: patterns, lists, cost, heads, kernels."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from reformax.ops.softmax import block_lists, tiles
 from reformax.ops.softmax.block_lists import BlockInputs
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.reference import reference_attention
-from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
+from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
 
@@ -347,22 +346,3 @@ def test_long_segments_with_and_without_masks(causal, exclude_self, size):
         return reference_attention(q, k, v, mask, call)
 
     assert_trees_close(run(q, k, v, d_out), with_gradients(attend)(d_out, q, k, v))
-
-
-@pytest.mark.parametrize(
-    "dtype, size, dropout", [("bfloat16", 64, 0.0), ("float16", 64, 0.0), ("float32", 80, 0.1)]
-)
-def test_it_lowers_for_a_gpu(dtype, size, dropout):
-    """Finds, without a GPU, what the interpreter accepts and Triton does not."""
-    length = 5000
-    pattern = block_patterns.local_global()(*[math.ceil(length / 64)] * 2)
-    blocks = layout(pattern, 64, length, dropout=dropout)
-    x = jax.ShapeDtypeStruct((1, length, 2, size), dtype)
-    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if dropout else None
-
-    def run(q, k, v, ids, rng, d_out):
-        x = BlockInputs(q, k, v, ids, ids, seed_words(rng, 1) if dropout else None)
-        return kernel.backward(blocks, x, kernel.forward(blocks, x), d_out)
-
-    lowered = lower_for_gpu(run, x, x, x, ids, KEY, x)
-    assert lowered.count("triton") >= 3

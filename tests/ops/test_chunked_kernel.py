@@ -11,7 +11,7 @@ from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.softmax import chunked
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
-from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
+from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
 ONE_BEFORE = dict(chunk_len=16, n_chunks_before=1, n_chunks_after=0, causal=True, shared_qk=True)
@@ -122,23 +122,3 @@ def test_packed_chunks_are_in_the_order_of_each_hash():
         pack, field = divmod(r, packed.per_pack)
         got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * field)) & 2047
         np.testing.assert_array_equal(got, slots[0, 0, r][order.query_positions[0, 0, 15]])
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"]
-)
-@pytest.mark.parametrize("size", [64, pytest.param(80, marks=pytest.mark.slow)])
-def test_it_lowers_for_a_gpu(dtype, size):
-    """Finds, without a GPU, what the interpreter accepts and Triton does not."""
-    length, n_heads, n_hashes = 1000, 2, 2
-    chunks = Chunking(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
-    x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)
-    slot = jax.ShapeDtypeStruct((1, n_heads, n_hashes, 1024), jnp.int32)
-    segment_ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-
-    def run(q, v, order, segment_ids, rng, d_out):
-        x = UnsortedInputs(q, None, v, order, segment_ids, seed_words(rng, 1))
-        return kernel.backward(chunks, x, kernel.forward(chunks, x), d_out)
-
-    lowered = lower_for_gpu(run, x, x, Order(slot, slot), segment_ids, KEY, x)
-    assert lowered.count("triton") >= 2 * n_hashes

@@ -10,12 +10,11 @@ import pytest
 from reformax.buffers import advanced, measured
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
-from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Pooled
 from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.kernels.triton import indexer, indexer_gradient, top_k
-from tests.helpers import assert_trees_close, lower_for_gpu
+from tests.helpers import assert_trees_close
 from tests.ops import indexed
 
 OPTIONS = dict(n_index_heads=3, d_index=4)
@@ -323,25 +322,6 @@ def test_kernels_refuse_choices_that_they_cannot_make(choice, message):
     q, k, _ = numbers(9)
     with pytest.raises(NotImplementedError, match=f"with {message}: use impl='auto' or 'xla'"):
         op.plan(weights(op, q), q, k, segment_ids=None, causal=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_it_lowers_for_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    op = dsa.dsa(top_k=33, n_index_heads=3, d_index=40, impl="pallas")
-    x = jax.ShapeDtypeStruct((2, 333, 2, 80), dtype)
-    ids = jax.ShapeDtypeStruct((2, 333), jnp.int32)
-    params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
-
-    def run(params, q, k, v, ids, d_out):
-        masks = dict(segment_ids=ids, causal=True, rng=jax.random.key(1))
-        plan = op.plan(params, q, k, **masks, train=True)
-        attend = lambda *x: op.apply(*x, **masks, plan=plan, dropout=0.1)  # noqa: E731
-        out, vjp = jax.vjp(attend, params, q, k, v)
-        return out, vjp(d_out)
-
-    assert lower_for_gpu(run, params, x, x, x, ids, x).count("triton") >= 9
 
 
 @pytest.mark.slow

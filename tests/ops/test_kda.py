@@ -83,14 +83,6 @@ def test_gradients_are_differences_of_the_loop():
         np.testing.assert_allclose(got, (next(ends) - next(ends)) / 2e-6, rtol=1e-6)
 
 
-def test_bfloat16():
-    op = kda.kda(**PLAIN)
-    x = inputs.draw(op, length=75, d_qk=8, d_v=6, dtype=jnp.bfloat16)
-    got = inputs.call(op, x, causal=True)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float64(got), loop(x.map(np.float64)), atol=2e-2)
-
-
 def test_a_feature_forgets_alone():
     """With one decay for each head both features would be alike."""
     op = kda.kda(**PLAIN)

@@ -255,20 +255,6 @@ def test_performers_error_falls_with_the_root_of_the_number_of_features():
     assert errors[-1] < 0.05
 
 
-@pytest.mark.slow
-def test_performer_attends_to_packed_segments_as_one_by_one():
-    q, k, v = draw(length=19)
-    op = performer.performer(n_features=16, chunk_len=4)
-    segment_ids = np.repeat([[1, 2, 1, 3]], [7, 4, 2, 6], axis=1).repeat(2, axis=0)
-    call = jax.jit(op.__call__, static_argnames="causal")
-    for causal in (True, False):
-        packed = call(q, k, v, causal=causal, segment_ids=segment_ids)
-        for number in (1, 2, 3):
-            here = segment_ids[0] == number
-            alone = call(*(x[:, here] for x in (q, k, v)), causal=causal)
-            np.testing.assert_allclose(packed[:, here], alone, atol=1e-5)
-
-
 def test_performers_features_are_the_seeds_or_the_rngs():
     q, k, v = draw(length=9)
     outs = {}

@@ -11,7 +11,7 @@ from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, mean_of_all
-from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients, with_x64
+from tests.helpers import assert_trees_close, with_gradients, with_x64
 from tests.ops import recurrence_oracle
 from tests.ops.test_recurrence import draw, runs
 
@@ -135,18 +135,3 @@ def test_weights_that_vanish(impl):
     out, gradients = run(np.ones_like(v), 1e-12 * q, 1e-12 * k, v)
     assert not np.any(out)
     assert all(np.isfinite(x).all() for x in gradients)
-
-
-def test_it_lowers_for_a_gpu():
-    long = (1, 20000, 2)
-    q, v = (jax.ShapeDtypeStruct((*long, n), jnp.bfloat16) for n in (256, 80))
-    decay = jax.ShapeDtypeStruct((*long, 1), jnp.float32)
-    ids = jax.ShapeDtypeStruct(long[:2], jnp.int32)
-
-    def run(ids, d_total, d_sums, *inputs):
-        x = RecurrenceInputs(*inputs, None)
-        results, kept = kernel.means(x, ids)
-        return results, kernel.means_backward(x, ids, kept, d_sums, d_total)
-
-    d_total = jax.ShapeDtypeStruct(long, jnp.float32)
-    assert lower_for_gpu(run, ids, d_total, v, q, q, v, decay).count("triton") >= 5

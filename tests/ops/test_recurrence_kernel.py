@@ -13,7 +13,7 @@ from reformax.ops.kernels.triton import recurrence as kernel
 from reformax.ops.kernels.triton.recurrence_chunk import NEAR
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
-from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
+from tests.helpers import assert_trees_close, assert_trees_equal, with_gradients
 from tests.ops.test_recurrence import KINDS, compare, draw, runs
 
 SLOW = (
@@ -192,28 +192,3 @@ def test_what_a_segment_holds_stays_there():
     assert_trees_equal(np.where(other, 0, got), np.where(other, 0, out))
     for x, y in zip(got_gradients, gradients, strict=True):
         assert np.array_equal(np.where(other, 0, x), np.where(other, 0, y))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "kind, size",
-    [pytest.param(x, 64, marks=[pytest.mark.slow] * (x in PARTS)) for x in KINDS]
-    + [("feature", 128)],
-)
-def test_it_lowers_for_a_gpu(kind, size, dtype):
-    """Finds, without a GPU, what the interpreter accepts and Triton does not."""
-    length, n_heads = 4000, 2
-    f32, long = jnp.float32, (1, length, n_heads)
-    q, v = (jax.ShapeDtypeStruct((*long, width), dtype) for width in (size, 80))
-    decay = {"head": 1, "gated delta": 1, "feature": size, "feature delta": size}.get(kind)
-    decay = None if decay is None else jax.ShapeDtypeStruct((*long, decay), f32)
-    beta = jax.ShapeDtypeStruct((*long, 1), f32) if "delta" in kind else None
-    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
-
-    def run(ids, d_out, *inputs):
-        inputs = RecurrenceInputs(*inputs)
-        out, kept = kernel.forward(inputs, ids, keep=True)
-        return out, kernel.backward(inputs, ids, kept, d_out)
-
-    lowered = lower_for_gpu(run, ids, v, q, q, v, decay, beta)
-    assert lowered.count("triton") >= 5

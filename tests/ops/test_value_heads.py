@@ -139,14 +139,3 @@ def test_masks_and_biases_of_pairs_have_the_heads_of_values():
     for given in (dict(mask=mask[:, :2]), dict(bias=np.zeros((2, 2, 5, 5), np.float32))):
         with pytest.raises(ValueError, match=r"has shape \(2, 2, 5, 5\): .*\(2, 4, 5, 5\), each"):
             inputs.call(op, x, **given)
-
-
-@pytest.mark.parametrize("factory", [kda.kda, gated_delta.gated_delta], ids=lambda x: x.__name__)
-def test_heads_of_256(factory):
-    """In array operations, which a float64 loop agrees with elsewhere for any size."""
-    op = factory(chunk_len=16, normalized=False, gated=False)
-    x = inputs.draw(op, batch=1, length=20, n_heads=1, d_qk=256, d_v=256)
-    want, state = inputs.call(op, x, causal=True, return_state=True)
-    assert want.shape == (1, 20, 1, 256) and state.state.shape == (1, 1, 256, 256)
-    small = factory(chunk_len=4, normalized=False, gated=False)
-    np.testing.assert_allclose(inputs.call(small, x, causal=True), want, atol=1e-5)

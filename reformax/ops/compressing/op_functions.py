@@ -139,12 +139,12 @@ class Compressed(LearnedSinks):
         return Series(gates[f"summary_{kind}"], gates[f"gate_{kind}"])
 
     def _obstacles(
-        self, call: Call, q: Array, k: Array, v: Array | None, plan: Any = None
+        self, call: Call, q: Array, k: Array, v: Array | None, plan: Any = None, **above: Any
     ) -> KernelObstacles:
-        """The obstacles of the kernels; `plan` is None before there is one."""
+        """The obstacles of the kernels, and others by name; `plan` is None before there is one."""
         del plan
         group = q.shape[2] // k.shape[2]
-        above = {"heads_of_a_key_head": group if group > MAX_GROUP else None}
+        above["heads_of_a_key_head"] = group if group > MAX_GROUP else None
         above["divided_by"] = sharding.axis_of(call.shard)
         return kernel_obstacles(
             q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above

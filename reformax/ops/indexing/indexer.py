@@ -19,6 +19,7 @@ from reformax.declared import Count, SettingError, Size, Unsupported
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
 from reformax.ops.decoding.reading import put_all
+from reformax.ops.indexing.blocks import best_blocks, best_of_newest, positions_of
 from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
@@ -35,7 +36,7 @@ from reformax.ops.indexing.scores import (
 )
 from reformax.ops.indexing.streaming import best_keys, best_over
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side, Visibility, is_token
+from reformax.ops.masking.visibility import Side, is_token
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import IndexDtype, rounded
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
@@ -202,44 +203,14 @@ class Indexer(Options):
         first = positions(means.shape[1]) * self.block_size
         return self.scored(means, first)[:, :, 0], ids
 
-    def newest_block(self, position: Int[Array, "*d"]) -> Int[Array, "*d"]:
-        """The last complete block at a position; -1 before the first."""
-        return (position + 1) // self.block_size - 1
-
     def _choose_blocks(
         self, x: Indexed, segment_ids, position, ids, top_k: int, interpret
     ) -> Array:
         keys, block_ids = self.block_keys(x.keys, ids_or_ones(segment_ids, x.keys))
-        n_best = min(top_k // self.block_size, keys.shape[1])
-        if interpret is None:
-            side, rule = Side(self.newest_block(position), ids), ChoiceRule(causal=True)
-            _, found = best_keys(self.score, rule, n_best, x.queries, keys, side, block_ids)
-        else:
-            from reformax.ops.kernels.triton import indexer as kernel
-
-            masks = (None, None) if segment_ids is None else (ids, block_ids)
-            arrays = *x.queries, keys, *masks
-            sizes = dict(span=self.block_size, dtype=self.dtype)
-            found = kernel.choose_positions(n_best, True, interpret, *arrays, **sizes)
-        return self._positions_of(found, position)
-
-    def in_parts(
-        self, chosen: Int[Array, "B T K"]
-    ) -> tuple[Int[Array, "B T _"], Int[Array, "B T _"]]:
-        """The positions of a choice of blocks, and those of each query's own block."""
-        n_in_blocks = chosen.shape[2] - (self.block_size - 1)
-        return chosen[..., :n_in_blocks], chosen[..., n_in_blocks:]
-
-    def _positions_of(
-        self, blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"]
-    ) -> Int[Array, "B Q K"]:
-        """The positions of chosen blocks, and of each query's own one if it is not complete."""
-        within = jnp.arange(self.block_size, dtype=jnp.int32)
-        chosen = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * self.block_size + within)
-        own = (self.newest_block(position) + 1)[..., None] * self.block_size + within[:-1]
-        own = jnp.where(own <= position[..., None], own, -1)
-        own = jnp.broadcast_to(own, (*blocks.shape[:2], own.shape[2]))
-        return jnp.concatenate([chosen.reshape(*blocks.shape[:2], -1), own], axis=-1)
+        sizes = self.block_size, min(top_k // self.block_size, keys.shape[1])
+        arrays, packed = (x.queries, keys, Side(position, ids), block_ids), segment_ids is not None
+        found = best_blocks(self.score, self.dtype, *sizes, *arrays, interpret, packed)
+        return positions_of(found, position, self.block_size)
 
     def n_chosen(self, top_k: int, causal: bool, length: int) -> int:
         """K, the positions of a choice, those that do not exist too."""
@@ -393,12 +364,9 @@ class Indexer(Options):
         capacity = cache.keys.shape[1]
         if self.block_size > 1:
             keys, _ = self.block_keys(cache.keys, jnp.ones(cache.keys.shape[:2], jnp.int32))
-            block = Side(jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None])
-            newest = self.newest_block(position)[:, None, None]
-            allowed = Visibility(causal=True).sees(Side(newest), block)
-            n_best = min(top_k // self.block_size, keys.shape[1])
-            found = best_of(scores(self.score, x.queries, keys), allowed, n_best)
-            return self._positions_of(found, position[:, None])[:, 0]
+            sizes = self.block_size, min(top_k // self.block_size, keys.shape[1])
+            found = best_of_newest(self.score, *sizes, x.queries, keys, position)
+            return positions_of(found[:, None], position[:, None], self.block_size)[:, 0]
         n_local = self.n_local_keys(True, capacity)
         rule = ChoiceRule(True, n_local, self.group)
         n_best = min(top_k - n_local, capacity)

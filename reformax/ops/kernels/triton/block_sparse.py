@@ -40,6 +40,7 @@ from reformax.ops.kernels.triton.common import (
     launch,
     power_of_two,
     query_rows,
+    softmax_shapes,
 )
 from reformax.ops.softmax import block_lists
 from reformax.ops.softmax.block_lists import (
@@ -249,10 +250,7 @@ def forward(
     """
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
-    n_batch, length, n_heads, _ = x.q.shape
-    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
-    out_shape = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
-    shapes = Softmax(out_shape, statistic, statistic)
+    shapes = softmax_shapes(x.q, x.v)
     (out, row_max, row_sum), parts = _launch_parts(_forward_kernel, cut, (x,), shapes, interpret)
     if parts is not None:
         rows = block_lists.merge_softmax(parts, cut.per_row)

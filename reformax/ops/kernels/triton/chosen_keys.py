@@ -20,9 +20,9 @@ from reformax.derivatives import CustomDerivatives
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.kernels.triton import block_sparse, indexer_gradient, listed
 from reformax.ops.kernels.triton.common import bits_of
+from reformax.ops.kernels.triton.group_rows import GroupInputs
 from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, IndexerArrays, KeyRule
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 
 
@@ -53,22 +53,6 @@ class ChoiceLearner(NamedTuple):
         return type(self)(jax.tree.map(lambda x: x * self.factor, found), None, None)
 
 
-class ChosenSizes(NamedTuple):
-    """The static settings of the attention.
-
-    Attributes:
-      causal: whether later keys are hidden.
-      dropout: the rate of dropout.
-      logits: how products become logits.
-      by_list: whether programs read lists; False: they visit all tiles.
-    """
-
-    causal: bool
-    dropout: float
-    logits: Logits
-    by_list: bool
-
-
 def reads_lists(n_listed: int, n_keys: int, q: Array, k: Array, causal: bool = True) -> bool:
     """Whether attention to lists of so many of the keys, or of their summaries, pays by lists."""
     return listed.pays(n_listed, n_keys, q.shape[2] // k.shape[2], q.dtype.itemsize, causal)
@@ -88,9 +72,10 @@ def makes_bits(n_listed: int, n_keys: int, q: Array, k: Array, by_list: bool, le
     return not by_list or (learns and not indexer_gradient.reads_lists(*sizes))
 
 
-@functools.partial(CustomDerivatives, n_static=2)
+@functools.partial(CustomDerivatives, n_static=3)
 def attend(
-    sizes: ChosenSizes,
+    sizes: listed.ListedSizes,
+    by_list: bool,
     interpret: bool,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S G H"],
@@ -108,6 +93,7 @@ def attend(
 
     Args:
       sizes: the static settings.
+      by_list: whether programs read lists; False: they visit all tiles.
       interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys, values, zeros at padding.
       learner: None: no indexer learns.
@@ -115,15 +101,13 @@ def attend(
       ids, key_ids: the segments of queries and of keys; None: one segment.
       seed: `seed_words` of dropout; None without dropout.
     """
-    return _forward(sizes, interpret, q, k, v, learner, chosen, ids, key_ids, seed)[0]
+    return _forward(sizes, by_list, interpret, q, k, v, learner, chosen, ids, key_ids, seed)[0]
 
 
-def _call(sizes: ChosenSizes, q, k, v, chosen, ids, key_ids, seed) -> tuple:
+def _call(sizes: listed.ListedSizes, by_list: bool, q, k, v, chosen, ids, key_ids, seed) -> tuple:
     """The kernels, and the first arguments of both of their passes."""
-    if sizes.by_list:
-        group = q.shape[2] // k.shape[2]
-        of_lists = listed.ListedSizes(group, sizes.dropout, sizes.logits, sizes.causal)
-        return listed, of_lists, listed.ListedInputs(q, k, v, ids, key_ids, seed, chosen)
+    if by_list:
+        return listed, sizes, GroupInputs(q, k, v, ids, key_ids, seed, chosen)
     n_keys = k.shape[1]
     layout = FullLayout(q.shape[1], n_keys, sizes.causal, sizes.dropout, sizes.logits)
     bits = bits_of(chosen, n_keys)
@@ -131,17 +115,17 @@ def _call(sizes: ChosenSizes, q, k, v, chosen, ids, key_ids, seed) -> tuple:
     return block_sparse, layout, x
 
 
-def _forward(sizes, interpret, q, k, v, learner, chosen, ids, key_ids, seed):
+def _forward(sizes, by_list, interpret, q, k, v, learner, chosen, ids, key_ids, seed):
     q, k, v, learner = first_order((q, k, v, learner))
-    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, key_ids, seed)
+    kernels, *arguments = _call(sizes, by_list, q, k, v, chosen, ids, key_ids, seed)
     results = kernels.forward(*arguments, interpret=interpret)
     return results[0], ((q, k, v, learner, chosen, ids, key_ids, seed), results)
 
 
-def _backward(sizes, interpret, residuals, d_out):
+def _backward(sizes, by_list, interpret, residuals, d_out):
     (q, k, v, learner, chosen, ids, key_ids, seed), results = residuals
     results, d_out = first_order((results, d_out))
-    kernels, *arguments = _call(sizes, q, k, v, chosen, ids, key_ids, seed)
+    kernels, *arguments = _call(sizes, by_list, q, k, v, chosen, ids, key_ids, seed)
     dq, dk, dv = kernels.backward(*arguments, results, d_out, interpret=interpret)
     dk, dv = (_of_key_heads(d, x) for d, x in ((dk, k), (dv, v)))
     of_learner = None

@@ -39,6 +39,7 @@ from reformax.ops.kernels.triton.common import (
     in_logits,
     launch,
     query_rows,
+    softmax_shapes,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.masking.masks import TokensFirst, segment_pair
@@ -229,13 +230,9 @@ def forward(
       interpret: whether to run the kernel on any device, slowly.
     """
     inputs, q, v = chunk_inputs(chunks, x), x.q, x.v
-    batch, length, n_heads, _ = q.shape
-    statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
-    state = None
+    shapes, state = softmax_shapes(q, v), None
     for program in _programs(chunks, inputs, tiles, _forward_tiles):
-        shape = Softmax(
-            _like(v, program).update(shape=(*q.shape[:3], v.shape[3])), statistic, statistic
-        )
+        shape = shapes._replace(acc=_like(shapes.acc, program))
         state = _launch_hash(_forward_kernel, program, (inputs,), state, shape, interpret)
     return tuple(state)
 

@@ -201,6 +201,14 @@ def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
     return row_max * (1.0 / math.sqrt(size))
 
 
+def softmax_shapes(q: Float[Array, "B T N H"], v: Float[Array, "B S G V"]) -> Softmax:
+    """The shapes of a finished softmax: its output, and each row's maximum and sum."""
+    n_batch, length, n_heads, _ = q.shape
+    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype)
+    return Softmax(out, statistic, statistic)
+
+
 class QueryRows(NamedTuple):
     """The arrays that a backward pass reads of each query.
 

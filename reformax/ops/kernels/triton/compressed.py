@@ -21,6 +21,7 @@ from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import listed, nsa
 from reformax.ops.kernels.triton.chosen_keys import ChoiceLearner
 from reformax.ops.kernels.triton.common import bits_of
+from reformax.ops.kernels.triton.group_rows import GroupInputs
 from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.learned_sinks import Results, d_sinks, with_sinks
@@ -106,12 +107,12 @@ def _call(sizes, q, x: Part, ids, seed):
     n_batch, n_keys, n_kv, _ = x.k.shape
     arrays, chosen, bits = (q, x.k, x.v, ids, x.ids, seed), x.chosen, None
     if isinstance(sizes, listed.ListedSizes):
-        return listed, sizes, listed.ListedInputs(*arrays, chosen)
+        return listed, sizes, GroupInputs(*arrays, chosen)
     if sizes.block:
         chosen = jnp.broadcast_to(chosen[:, None], (n_batch, n_kv, *chosen.shape[1:]))
     elif chosen is not None:
         chosen, bits = None, bits_of(chosen, n_keys)
-    return nsa, sizes, nsa.NsaInputs(*arrays, chosen, bits)
+    return nsa, sizes, GroupInputs(*arrays, chosen, bits)
 
 
 def _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed):

@@ -56,9 +56,9 @@ from reformax.ops.kernels.triton.common import (
     load,
     power_of_two,
     query_rows,
-    tile_dropout_mask,
+    softmax_shapes,
 )
-from reformax.ops.kernels.triton.group_rows import GroupProgram
+from reformax.ops.kernels.triton.group_rows import GroupInputs, GroupProgram, GroupRows
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.learned_sinks import Results
@@ -121,56 +121,26 @@ class ListedSizes(NamedTuple):
         return Visibility(self.causal)
 
 
-class ListedInputs(NamedTuple):
-    """The arrays that programs read.
-
-    Attributes:
-      q, k, v: queries, keys and values or summaries of them, zeros at padding.
-      ids, key_ids: segments of queries and of keys; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
-      listed: the keys that each query sees, of all queries or of a chunk; -1 for none. No list
-        names a key twice.
-      start: the chunk's first query; None: 0.
-    """
-
-    q: Float[Array, "B T N H"]
-    k: Float[Array, "B S G H"]
-    v: Float[Array, "B S G V"]
-    ids: Int[Array, "B T"] | None
-    key_ids: Int[Array, "B S"] | None
-    seed: Int[Array, 6] | None
-    listed: Int[Array, "B C K"]
-    start: Int[Array, 1] | None = None
-
-    @property
-    def width(self) -> int:
-        return power_of_two(max(self.q.shape[3], self.v.shape[3]))
-
-    @property
-    def n_programs(self) -> int:
-        """P, the programs of a key head."""
-        group = self.q.shape[2] // self.k.shape[2]
-        return -(-group // max(1, MAX_ROW_BYTES // (self.width * self.q.dtype.itemsize)))
-
-    @property
-    def n_rows(self) -> int:
-        """Query heads of a program."""
-        return -(-(self.q.shape[2] // self.k.shape[2]) // self.n_programs)
-
-    @property
-    def n_keys(self) -> int:
-        """Keys of a tile."""
-        most = TILE_NUMBERS[self.k.dtype.itemsize] // self.width
-        return min(MAX_KEYS, most, power_of_two(self.listed.shape[2]))
+def _width(x: GroupInputs) -> int:
+    """The columns of a tile."""
+    return power_of_two(max(x.q.shape[3], x.v.shape[3]))
 
 
-class HeadRows(NamedTuple):
-    """The rows of a program's tile: heads of one query."""
+def _n_programs(x: GroupInputs) -> int:
+    """P, the programs of a key head."""
+    group = x.q.shape[2] // x.k.shape[2]
+    return -(-group // max(1, MAX_ROW_BYTES // (_width(x) * x.q.dtype.itemsize)))
 
-    position: Array
-    head: Array
-    ids: Array | None
-    exists: Array
+
+def _n_rows(x: GroupInputs) -> int:
+    """Query heads of a program."""
+    return -(-(x.q.shape[2] // x.k.shape[2]) // _n_programs(x))
+
+
+def _n_keys(x: GroupInputs) -> int:
+    """Keys of a tile."""
+    most = TILE_NUMBERS[x.k.dtype.itemsize] // _width(x)
+    return min(MAX_KEYS, most, power_of_two(x.chosen.shape[2]))
 
 
 class ListedKeys(NamedTuple):
@@ -199,52 +169,40 @@ class ListedProgram(GroupProgram):
     """
 
     sizes: ListedSizes
-    x: ListedInputs
 
     @property
     def key_head(self):
-        return lax.div(self.head, jnp.int32(self.x.n_programs))
+        return lax.div(self.head, jnp.int32(_n_programs(self.x)))
 
-    def queries(self) -> HeadRows:
+    def queries(self) -> GroupRows:
         x, group = self.x, self.sizes.group
         position = self.index if x.start is None else x.start[0] + self.index
-        row = jnp.arange(power_of_two(x.n_rows), dtype=jnp.int32)
-        member = lax.rem(self.head, jnp.int32(x.n_programs)) * x.n_rows + row
-        exists = (row < x.n_rows) & (member < group) & (position < x.q.shape[1])
+        row = jnp.arange(power_of_two(_n_rows(x)), dtype=jnp.int32)
+        member = lax.rem(self.head, jnp.int32(_n_programs(x))) * _n_rows(x) + row
+        exists = (row < _n_rows(x)) & (member < group) & (position < x.q.shape[1])
         position = jnp.where(exists, position, 0)
         head = jnp.where(exists, self.key_head * group + member, 0)
         ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
-        return HeadRows(position, head, ids, exists)
+        return GroupRows(position, head, ids, exists)
 
-    def over_keys(self, queries: HeadRows, body: Callable, carry: Any) -> Any:
-        x, n_listed, n_keys = self.x, self.x.listed.shape[2], self.x.n_keys
+    def over_keys(self, queries: GroupRows, body: Callable, carry: Any) -> Any:
+        x, n_listed, n_keys = self.x, self.x.chosen.shape[2], _n_keys(self.x)
 
         def step(i, carry):
             slot = i * n_keys + jnp.arange(n_keys, dtype=jnp.int32)
             exists = slot < n_listed
             at = jnp.where(exists, slot, 0)
-            key = load(x.listed.at[self.batch, self.index, at], exists, -1)
+            key = load(x.chosen.at[self.batch, self.index, at], exists, -1)
             exists, key = key >= 0, jnp.maximum(key, 0)
             ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, key], exists, 0)
             return body(ListedKeys(key, slot, ids, exists), carry)
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_listed // n_keys)), step, carry)
 
-    def address(self, block: HeadRows | ListedKeys):
-        if isinstance(block, ListedKeys):
-            return block.key, self.key_head, block.exists
-        position = jnp.where(block.exists, block.position, self.x.q.shape[1])
-        return position, block.head, block.exists
-
-    def visible(self, rows: HeadRows, keys: ListedKeys) -> Array:
+    def visible(self, rows: GroupRows, keys: ListedKeys) -> Array:
         last = keys.key * self.sizes.span + (self.sizes.span - 1)
         side = Side(keys.key, keys.ids, keys.exists, last)
         return self.sizes.rule.sees(Side(rows.position, rows.ids, rows.exists), side)
-
-    def dropped(self, rows: HeadRows, keys: ListedKeys) -> Array | float:
-        factor, shift = self.sizes.address
-        address = rows.head, rows.position, keys.key * factor + shift
-        return tile_dropout_mask(self.x.seed, self.sizes.dropout, self.batch, *address)
 
     def put_contribution(self, ref, keys: ListedKeys, value: Float[Array, "J H"]) -> None:
         """Writes the tile's rows of `[B, G P, C, K, H]`."""
@@ -254,13 +212,13 @@ class ListedProgram(GroupProgram):
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
 
-def _forward_kernel(x: ListedInputs, out: Softmax, *, sizes):
+def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
     program = ListedProgram.located(sizes, x)
     rows = program.queries()
     program.put_softmax(out, rows, flash.forward(program, rows))
 
 
-def _gradients_kernel(x: ListedInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
+def _gradients_kernel(x: GroupInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
     """The gradient of a query, and what it adds to those of the keys of its list."""
     program = ListedProgram.located(sizes, x, row)
     rows, scale = program.queries(), 1.0 / math.sqrt(x.q.shape[3])
@@ -314,7 +272,7 @@ def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None)
         functools.partial(kernel, sizes=sizes),
         inputs,
         shapes,
-        grid=(x.listed.shape[1], x.k.shape[2] * x.n_programs, len(x.listed)),
+        grid=(x.chosen.shape[1], x.k.shape[2] * _n_programs(x), len(x.chosen)),
         num_warps=_warps(x, kernel is _gradients_kernel),
         num_stages=2,
         interpret=interpret,
@@ -323,36 +281,32 @@ def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None)
     )
 
 
-def _warps(x: ListedInputs, gradients: bool) -> int:
+def _warps(x: GroupInputs, gradients: bool) -> int:
     """Two for the outputs of few heads, so that more programs wait for memory at once."""
-    n_bytes = power_of_two(x.n_rows) * x.width * x.q.dtype.itemsize
+    n_bytes = power_of_two(_n_rows(x)) * _width(x) * x.q.dtype.itemsize
     if gradients:
         return 4 if n_bytes <= MAX_ROW_BYTES // 2 else 8
     return 2 if n_bytes <= MAX_ROW_BYTES // 2 else 4
 
 
-def forward(sizes: ListedSizes, x: ListedInputs, interpret: bool) -> Results:
+def forward(sizes: ListedSizes, x: GroupInputs, interpret: bool) -> Results:
     """The results of `flash.attention`."""
-    n_batch, length, n_heads, _ = x.q.shape
-    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
-    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
-    shapes = Softmax(out, statistic, statistic)
-    (results,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,))
-    return tuple(results)
+    shapes = softmax_shapes(x.q, x.v)
+    return tuple(_launch(_forward_kernel, sizes, interpret, (x,), (shapes,))[0])
 
 
 def backward(
-    sizes: ListedSizes, x: ListedInputs, results: Results, d_out, interpret: bool
+    sizes: ListedSizes, x: GroupInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G V"]]:
     """The gradients of q, k and v."""
-    (q, k, v), (n_batch, length, n_listed) = x[:3], x.listed.shape
+    (q, k, v), (n_batch, length, n_listed) = x[:3], x.chosen.shape
     row = query_rows(d_out, results, x.ids)
-    n_heads = k.shape[2] * x.n_programs
+    n_heads = k.shape[2] * _n_programs(x)
     n_bytes = n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
     n_chunks = -(-length // n_in_chunk(n_batch, n_listed, k.shape[1], n_bytes))
     size = -(-length // n_chunks)
     padding = (0, 0), (0, n_chunks * size - length), (0, 0)
-    padded = jnp.pad(x.listed, padding, constant_values=-1)
+    padded = jnp.pad(x.chosen, padding, constant_values=-1)
 
     def contributions(y):
         return jax.ShapeDtypeStruct((n_batch, n_heads, size, n_listed, y.shape[3]), y.dtype)
@@ -360,14 +314,14 @@ def backward(
     def of_chunk(carry, start):
         dq, sums = carry
         chunk = lax.dynamic_slice_in_dim(padded, start, size, axis=1)
-        inputs = x._replace(listed=chunk, start=start[None]), row, dq
+        inputs = x._replace(chosen=chunk, start=start[None]), row, dq
         aliases = {len(jax.tree.leaves(inputs)) - 1: 0}
         shapes = (
             jax.ShapeDtypeStruct(dq.shape, dq.dtype),
             Contributions(contributions(k), contributions(v)),
         )
         dq, found = _launch(_gradients_kernel, sizes, interpret, inputs, shapes, aliases)
-        return (dq, added(sums, found, chunk, x.n_programs, interpret)), None
+        return (dq, added(sums, found, chunk, _n_programs(x), interpret)), None
 
     sums = tuple(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
     starts = size * jnp.arange(n_chunks, dtype=jnp.int32)

@@ -26,13 +26,11 @@ from reformax.ops.kernels.triton.common import (
     launch,
     line,
     load,
-    matmul_in_parts,
     power_of_two,
 )
-from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
+from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import with_nan_highest
-from reformax.ops.numerics.precision import in_three
 
 # Blocks of a tile.
 COLUMNS, WARPS = 64, 4
@@ -43,13 +41,6 @@ class ChoiceSizes(NamedTuple):
 
     n_best: int
     block: int
-
-
-class _ChoiceInputs(NamedTuple):
-    q: tuple[Array, ...]  # [B, T, N, H] each; their sum is q
-    means: tuple[Array, ...]  # [B, C, N, H] each; their sum is the means
-    ids: Array | None  # [B, T]
-    block_ids: Array | None  # [B, C]
 
 
 class _Best(NamedTuple):
@@ -63,31 +54,21 @@ class _ChoiceProgram(NamedTuple):
     """One program: its sequence and head, and the arrays that it reads."""
 
     sizes: ChoiceSizes
-    x: _ChoiceInputs
+    x: ScoredInputs
     batch: Any
     head: Any
 
     def scores(self, rows: GroupRows, block: Int[Array, " J"]) -> Float[Array, "I J"]:
         """Products with the means, minus infinity where a query may not choose the block."""
-        x, n_blocks = self.x, self.x.means[0].shape[1]
+        x, n_blocks = self.x, self.x.keys[0].shape[1]
         query_block = lax.div(rows.position, jnp.int32(self.sizes.block))
         exists = block < n_blocks
         ids = None
         if rows.ids is not None:
-            ids = load(x.block_ids.at[self.batch, jnp.where(exists, block, 0)], exists, 0)
+            ids = load(x.key_ids.at[self.batch, jnp.where(exists, block, 0)], exists, 0)
         query, key = Side(query_block, rows.ids, rows.exists), Side(block, ids, exists)
         mask = EARLIER_BLOCKS.sees(column(query), line(key))
-        return hide(with_nan_highest(self._products(rows.q, block, exists)), mask)
-
-    def _products(self, q: tuple[Array, ...], block, exists) -> Array:
-        column = jnp.arange(q[0].shape[1], dtype=jnp.int32)[None, :]
-
-        def read(means) -> Array:
-            mask = exists[:, None] & (column < means.shape[3])
-            view = means.at[self.batch, jnp.where(exists, block, 0)[:, None], self.head, column]
-            return load(view, mask, 0.0)
-
-        return matmul_in_parts(q, self.x.means, read)
+        return hide(with_nan_highest(x.products(rows, self.batch, self.head, block, exists)), mask)
 
     def put(self, out, rows: GroupRows, best: _Best) -> None:
         slot = jnp.arange(best.block.shape[1], dtype=jnp.int32)[None, :]
@@ -128,7 +109,7 @@ def _insert(scores: Float[Array, "I J"], block: Int[Array, " J"], best: _Best) -
     return lax.while_loop(lambda carry: carry[-1] > 0, replace, state(scores, best))[1]
 
 
-def _kernel(x: _ChoiceInputs, out, *, sizes: ChoiceSizes):
+def _kernel(x: ScoredInputs, out, *, sizes: ChoiceSizes):
     tile, head, batch = (pl.program_id(i) for i in range(3))
     program = _ChoiceProgram(sizes, x, batch, head)
     rows = group_rows(x.q, x.ids, batch, head, tile * ROWS, 1, 1)
@@ -162,12 +143,9 @@ def choose_blocks(
       ids, block_ids: segments of queries and of blocks; None: one segment.
     """
     n_batch, length, n_heads, _ = q.shape
-    # Tensor cores have no float32 products.
-    narrow = jnp.bfloat16 if q.dtype == jnp.float32 else q.dtype
-    parts = ((x,) if x.dtype == narrow else in_three(x, narrow) for x in (q, means))
     return launch(
         functools.partial(_kernel, sizes=sizes),
-        (_ChoiceInputs(*parts, ids, block_ids),),
+        (ScoredInputs.of(q, means, ids, block_ids),),
         jax.ShapeDtypeStruct((n_batch, n_heads, length, sizes.n_best), jnp.int32),
         grid=(-(-length // ROWS), n_heads, n_batch),
         num_warps=WARPS,

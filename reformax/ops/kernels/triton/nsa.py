@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
@@ -41,10 +41,10 @@ from reformax.ops.kernels.triton.common import (
     load,
     power_of_two,
     query_rows,
+    softmax_shapes,
     tile_bits,
-    tile_dropout_mask,
 )
-from reformax.ops.kernels.triton.group_rows import GroupProgram
+from reformax.ops.kernels.triton.group_rows import GroupInputs, GroupProgram, GroupRows
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.chosen_blocks import parts, tiles
@@ -136,40 +136,6 @@ class NsaLists(NamedTuple):
     first_part: Int[Array, "B G J+1"]
 
 
-class NsaInputs(NamedTuple):
-    """The arrays that programs read.
-
-    Attributes:
-      q: queries, zeros at padding.
-      k, v: summaries, or keys and values, zeros at padding.
-      ids, key_ids: segments of queries and of keys; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
-      chosen: the blocks that each query selects, -1 for none; None for summaries.
-      bits: a bit for each summary, set where the query sees it; None: it sees all up to itself.
-      lists: which queries select each block, in the backward pass.
-    """
-
-    q: Float[Array, "B T N H"]
-    k: Float[Array, "B S G H"]
-    v: Float[Array, "B S G V"]
-    ids: Int[Array, "B T"] | None
-    key_ids: Int[Array, "B S"] | None
-    seed: Int[Array, 6] | None
-    chosen: Int[Array, "B G T K"] | None = None
-    bits: Int[Array, "B T words"] | None = None
-    lists: NsaLists | None = None
-
-
-class NsaRows(NamedTuple):
-    """The rows of a tile: M heads of each of its queries."""
-
-    position: Array
-    head: Array
-    ids: Array | None
-    exists: Array
-    unmasked: bool = False  # whether all rows see all keys that they meet
-
-
 class NsaColumns(NamedTuple):
     """The keys of a tile, and the last position that each one summarizes."""
 
@@ -194,12 +160,11 @@ class NsaProgram(GroupProgram):
     """One program: its static settings, its sequence and key head, its reads and its mask."""
 
     sizes: NsaSizes
-    x: NsaInputs
     work: KeysWork | None = None
 
     # The tiles.
 
-    def queries(self, n_queries: int, tile, pair=None) -> NsaRows:
+    def queries(self, n_queries: int, tile, pair=None) -> GroupRows:
         """The rows of a tile of neighbouring queries, or with `pair` of a tile of a list."""
         x, group = self.x, self.sizes.group
         row = jnp.arange(power_of_two(n_queries * group), dtype=jnp.int32)
@@ -216,7 +181,7 @@ class NsaProgram(GroupProgram):
         exists = exists & (position < x.q.shape[1])
         position = jnp.where(exists, position, 0)
         ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
-        return NsaRows(position, head, ids, exists)
+        return GroupRows(position, head, ids, exists)
 
     def keys(self, first, end) -> NsaColumns:
         """The keys from `first` on, which exist up to `end`; None: all exist."""
@@ -252,11 +217,11 @@ class NsaProgram(GroupProgram):
                 end = jnp.minimum(end, lax.div(query_end + (n_listed - 1), n_listed))
         return dataclasses.replace(self, work=KeysWork(first, start, end, step)), columns
 
-    def over_keys(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
+    def over_keys(self, queries: GroupRows, body: Callable, carry: Any) -> Any:
         over = self._over_selected if self.sizes.block else self._over_summaries
         return over(queries, body, carry)
 
-    def _over_summaries(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
+    def _over_summaries(self, queries: GroupRows, body: Callable, carry: Any) -> Any:
         x, sizes = self.x, self.sizes
         n_seen = jnp.max(jnp.where(queries.exists, queries.position, 0))
         n_seen = n_seen - (sizes.span - sizes.stride)
@@ -278,7 +243,7 @@ class NsaProgram(GroupProgram):
             carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
         return lax.fori_loop(n_clear, n_tiles, masked, carry)
 
-    def _over_selected(self, queries: NsaRows, body: Callable, carry: Any) -> Any:
+    def _over_selected(self, queries: GroupRows, body: Callable, carry: Any) -> Any:
         sizes, per_block = self.sizes, jnp.int32(self.sizes.per_block)
 
         def step(key_tile, carry):
@@ -314,17 +279,9 @@ class NsaProgram(GroupProgram):
             carry = lax.fori_loop(n_masked, count, functools.partial(visit, True), carry)
         return carry
 
-    # Reading and writing.
-
-    def address(self, block: NsaRows | NsaColumns):
-        if isinstance(block, NsaColumns):
-            return block.key, self.head, block.exists
-        position = jnp.where(block.exists, block.position, self.x.q.shape[1])
-        return position, jnp.where(block.exists, block.head, 0), block.exists
-
     # The mask.
 
-    def visible(self, rows: NsaRows, columns: NsaColumns) -> Array | None:
+    def visible(self, rows: GroupRows, columns: NsaColumns) -> Array | None:
         if rows.unmasked or columns.exists is None:
             return None
         keys = Side(columns.key, columns.ids, columns.exists, columns.last)
@@ -336,28 +293,21 @@ class NsaProgram(GroupProgram):
             self.x.bits, self.batch, query, keys, columns.first, self.sizes.n_keys
         )
 
-    def dropped(self, rows: NsaRows, columns: NsaColumns) -> Array | float:
-        key, address = columns.last, self.sizes.address
-        if address is not None:
-            key = columns.key * address[0] + address[1]
-        address = rows.head, rows.position, key
-        return tile_dropout_mask(self.x.seed, self.sizes.dropout, self.batch, *address)
 
-
-def _forward_kernel(x: NsaInputs, out: Softmax, *, sizes):
+def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
     program = NsaProgram.located(sizes, x)
     rows = program.queries(sizes.n_queries, program.index)
     program.put_softmax(out, rows, flash.forward(program, rows))
 
 
-def _queries_kernel(x: NsaInputs, row: QueryRows, dq, *, sizes):
+def _queries_kernel(x: GroupInputs, row: QueryRows, dq, *, sizes):
     program = NsaProgram.located(sizes, x, row)
     rows = program.queries(sizes.n_queries, program.index)
     sums = flash.d_queries(program, rows, program.rows(x.q, rows))
     program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
-def _keys_kernel(x: NsaInputs, row: QueryRows, gradients, *, sizes):
+def _keys_kernel(x: GroupInputs, row: QueryRows, gradients, *, sizes):
     """The sums of one part of the queries that see a tile of keys: `[B, W, G, n_keys, H]`."""
     program, columns = NsaProgram.located(sizes, x, row).part_of_keys()
     dk, dv = flash.d_keys(program, columns)
@@ -420,19 +370,15 @@ def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], PART_TILES))
 
 
-def forward(sizes: NsaSizes, x: NsaInputs, interpret: bool) -> Results:
+def forward(sizes: NsaSizes, x: GroupInputs, interpret: bool) -> Results:
     """The results of `flash.attention`."""
-    n_batch, length, n_heads, _ = x.q.shape
-    statistic = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
-    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
-    shapes = Softmax(out, statistic, statistic)
-    n_programs = -(-length // sizes.n_queries)
+    shapes, n_programs = softmax_shapes(x.q, x.v), -(-x.q.shape[1] // sizes.n_queries)
     (results,) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_programs)
     return tuple(results)
 
 
 def backward(
-    sizes: NsaSizes, x: NsaInputs, results: Results, d_out, interpret: bool
+    sizes: NsaSizes, x: GroupInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v."""
     row = query_rows(d_out, results, x.ids)
@@ -445,7 +391,7 @@ def backward(
     return dq, dk, dv
 
 
-def _gradients_of_keys(sizes: NsaSizes, interpret, x: NsaInputs, row: QueryRows):
+def _gradients_of_keys(sizes: NsaSizes, interpret, x: GroupInputs, row: QueryRows):
     n_batch, n_positions, n_kv, _ = x.k.shape
     if sizes.block:
         n_tiles = (x.lists.first_part.shape[2] - 1) * sizes.per_block

@@ -36,16 +36,13 @@ from reformax.ops.kernels.triton.common import (
     launch,
     line,
     load,
-    matmul_in_parts,
     power_of_two,
     statistics_step,
-    view_rows,
 )
-from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
+from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.best import with_nan_highest
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.numerics.precision import in_three
 from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.online import nonzero
 
@@ -111,19 +108,11 @@ class SelectionSizes(NamedTuple):
         return tuple(map(tuple, table))
 
 
-class _SelectionInputs(NamedTuple):
-    q: tuple[Array, ...]  # [B, T, N, H] each; their sum is q
-    keys: tuple[Array, ...]  # [B, C, G, H] each; their sum is the keys
-    ids: Array | None  # [B, T]
-    key_ids: Array | None  # [B, C]
-    start: Array | None  # [1]: the first query
-
-
 class _SelectionProgram(NamedTuple):
     """One program: its sequence and key head, and the arrays that it reads."""
 
     sizes: SelectionSizes
-    x: _SelectionInputs
+    x: ScoredInputs
     batch: Any
     head: Any
     first: Any  # its first query
@@ -164,7 +153,7 @@ class _SelectionProgram(NamedTuple):
           exists: whether each summary exists; None: all exist, and all rows see them.
           transposed: whether summaries are the first axis.
         """
-        found = self._products(rows.q, summary, exists, transposed)
+        found = self.x.products(rows, self.batch, self.head, summary, exists, transposed)
         found = self.sizes.logits.capped(found, math.sqrt(self.x.q[0].shape[3]))
         if exists is None:
             return found
@@ -175,23 +164,14 @@ class _SelectionProgram(NamedTuple):
         query, key = Side(rows.position, rows.ids, rows.exists), Side(last, ids, exists)
         return hide(found, CAUSAL.sees(of_row(query), of_key(key)))
 
-    def _products(self, q: tuple[Array, ...], number, exists, transposed: bool) -> Array:
-        width = q[0].shape[1]
-        number = number if exists is None else jnp.where(exists, number, 0)
 
-        def read(keys) -> Array:
-            return load(*view_rows(keys, self.batch, number, self.head, width, exists))
-
-        return matmul_in_parts(q, self.x.keys, read, transposed)
-
-
-def _program(sizes: SelectionSizes, x: _SelectionInputs) -> _SelectionProgram:
+def _program(sizes: SelectionSizes, x: ScoredInputs) -> _SelectionProgram:
     tile, head, batch = (pl.program_id(i) for i in range(3))
     start = 0 if x.start is None else x.start[0]
     return _SelectionProgram(sizes, x, batch, head, start + tile * sizes.n_queries)
 
 
-def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
+def _sums_kernel(x: ScoredInputs, out, *, sizes: SelectionSizes):
     """The logarithm, to base 2, of the sum of each row's softmax."""
     program = _program(sizes, x)
     rows, n_summaries = program.rows(), x.keys[0].shape[1]
@@ -215,7 +195,7 @@ def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
     pltriton.store(out.at[program.batch, rows.head, position], found, mask=rows.exists)
 
 
-def _scores_kernel(x: _SelectionInputs, sums, out, *, sizes: SelectionSizes):
+def _scores_kernel(x: ScoredInputs, sums, out, *, sizes: SelectionSizes):
     """The scores (eq. 9) that the summaries starting in a block add to it and to later blocks."""
     program = _program(sizes, x)
     rows, width = program.rows(), sizes.width
@@ -327,11 +307,8 @@ def select(
     """
     n_batch, length, n_heads, _ = q.shape
     n_kv, n_blocks = keys.shape[2], -(-length // sizes.block)
-    # Tensor cores have no float32 products.
-    narrow = jnp.bfloat16 if q.dtype == jnp.float32 else q.dtype
-    queries, summaries = ((x,) if x.dtype == narrow else in_three(x, narrow) for x in (q, keys))
-    x = _SelectionInputs(queries, summaries, ids, key_ids, None)
-    run = functools.partial(_launch, sizes, interpret, len(summaries))
+    x = ScoredInputs.of(q, keys, ids, key_ids)
+    run = functools.partial(_launch, sizes, interpret, len(x.keys))
     shape = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     n_tiles = -(-length // sizes.n_queries)
     sums = run(_sums_kernel, (x,), shape, (n_tiles, n_kv, n_batch))

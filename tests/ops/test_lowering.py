@@ -1,14 +1,23 @@
-"""Every op's array operations lower for a TPU, which none of the tests has."""
+"""Every op's array operations lower for a TPU, and its kernels for a GPU, without either."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from reformax.ops.calls import dispatch
+from tests.helpers import lower_for_gpu
 from tests.ops import inputs
 from tests.ops.inputs import draw, with_gradients
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
 ON_ARRAYS = [row for row in ROWS if not row.in_kernel]
+# A row of each op with kernels; two ops refuse dropout, and have those of others.
+OF_OTHERS = "memory_efficient", "long_short"
+IN_KERNELS = {
+    row.factory: row
+    for row in sorted(ROWS, key=lambda row: row.in_kernel)
+    if "pallas" in row.op()._impls and row.factory.__name__ not in OF_OTHERS
+}.values()
 
 
 @pytest.fixture
@@ -43,3 +52,15 @@ def test_a_step(row, on_a_tpu):
         return inputs.step(op, new, held, position=lengths)
 
     assert lowered(run, prompt[:4], new[:4], prompt.params) == ("tpu",)
+
+
+@pytest.mark.parametrize("row", IN_KERNELS, ids=lambda row: row.factory.__name__)
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("float16", 80), ("float32", 128)])
+def test_kernels(row, dtype, size, monkeypatch):
+    """The interpreter accepts what Triton does not."""
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    sizes = dict(length=333, d_qk=size, d_v=size)
+    run, arrays = with_gradients(row, jax.random.key(0), dict(impl="pallas"), **sizes)
+    d_out, x, ids, params = arrays
+    x = jax.tree.map(lambda a: jnp.asarray(a, dtype), x)
+    assert lower_for_gpu(run, d_out, x, ids, params).count("triton") >= 2

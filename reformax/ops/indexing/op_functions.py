@@ -1,22 +1,33 @@
-"""Ops whose indexer chooses keys, or that attend to those that an earlier layer chose."""
+"""The functions of an op whose indexer chooses keys, or that reuses an earlier layer's choice."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from jaxtyping import Array
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
 
+from reformax import devices
+from reformax.buffers import Meter, updated
 from reformax.declared import SettingError, Unsupported
+from reformax.ops.calls.call import Call
+from reformax.ops.calls.dispatch import NARROW_HEAD
+from reformax.ops.masking.visibility import is_token
+from reformax.ops.sharding import queries as sharding
 
 # Kernels that visit all keys index words of 32 pairs with 31 bits.
 MAX_PAIRS = 2**36
+# Queries of a row over which a reported loss is a mean, where it is computed for that alone.
+MEASURED = 256
 
 
-class Reusing:
-    """A second base class of an op whose indexer chooses keys, or which reuses a choice.
+class IndexedChoice:
+    """The functions of such an op: a second base class of the op.
 
-    The op has the options `reuse`, `index_loss` and `report_loss`, and defines `newest_choice`.
+    The op has the options `d_index`, `reuse`, `index_loss` and `report_loss`, and defines
+    `newest_choice`.
     `_of_choice` names its options that decide or learn the choice; with `reuse` the earlier layer's
     count.
     """
@@ -71,6 +82,38 @@ class Reusing:
         sizes = n_listed, n_keys, q, k
         by_list = kernel.reads_lists(*sizes, causal) if by_list is None else by_list
         return n_pairs if kernel.makes_bits(*sizes, by_list, self._learns) else 0
+
+    def _above(self, n_bits: int) -> dict[str, int]:
+        """Sizes that no kernel has, by name, for `dispatch.kernel_obstacles`."""
+        above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
+        return {name: n for name, (n, most) in above.items() if n > most}
+
+    # The indexer's loss.
+
+    def _meter(self) -> dict[str, Meter]:
+        """The weight that `report_loss` has."""
+        return {"index_loss": Meter(jnp.zeros(()))} if self.report_loss else {}
+
+    def _factor(self, call: Call, ids: Int[Array, "B t"], dtype: Any) -> Float[Array, ""]:
+        """The factor of the sum of the divergence over queries, of which `ids` are the segments."""
+        n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(call.shard))
+        factor = 0.0 if self.reuse else self.index_loss
+        return factor / jnp.maximum(n_tokens, 1).astype(dtype)
+
+    def _reported(
+        self, call: Call, params, out: Array, losses: Array, ids: Int[Array, "B t"]
+    ) -> Array:
+        """The output, whose gradient carries what the meter becomes: the mean of the losses.
+
+        `ids` are the segments of the queries that have losses.
+        """
+        sums = losses.sum(), jnp.sum(is_token(ids))
+        loss, n_tokens = (devices.total(x, sharding.axis_of(call.shard)) for x in sums)
+        mean = loss / jnp.maximum(n_tokens, 1).astype(loss.dtype)
+        meter = updated(params["index_loss"], lax.stop_gradient(mean))
+        return out + (0 * meter).astype(out.dtype)
+
+    # Reuse.
 
     def _check(self) -> None:
         super()._check()
