@@ -215,6 +215,7 @@ def test_logits_are_the_equations(order):
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_a_fresh_model_guesses():
     model = Transformer(**SMALL | dict(input_vocab_size=1000, d_model=64, d_ff=128))
     params = jax.jit(lambda: model.init_params(RNG, (1, 12)))()

@@ -72,6 +72,7 @@ def test_kernels_name_what_has_one(row, compile_):
         (jax.jit(forward) if compile_ else forward)(x, along)
 
 
+@pytest.mark.slow
 def test_a_column_of_the_jacobian_at_a_time():
     """`jax.jacfwd` and `jax.jacrev` are one matrix: tangents and cotangents in batches."""
     q = inputs.draw(flash.flash(), batch=1, length=5, n_heads=1).q

@@ -49,6 +49,7 @@ def test_the_share_is_that_of_the_whole_matrix(row, packed):
     assert np.nanmin(want) < 0.95  # or any mask would do
 
 
+@pytest.mark.slow
 def test_heads_of_queries_that_share_keys_are_measured_alone():
     op = moba.moba(block_size=4, top_k=2)
     x = inputs.draw(op, length=24, n_heads=4, n_kv_heads=2, d_v=8)

@@ -227,6 +227,7 @@ def test_what_a_terminal_obeys_is_not_printed(folder):
 
 @pytest.mark.parametrize("path", sorted(configs.FOLDER.rglob("*.gin")), ids=lambda p: p.stem)
 def test_configs_of_this_package_are_read_back(path):
+    """Every name and every parameter in them exists."""
     config.parse([str(path)])
     text = gin.config_str()
     config.parse_saved(text, "config.gin")
