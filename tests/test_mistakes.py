@@ -65,10 +65,11 @@ SETTINGS = {
     "vocab_size=100": "expected 256 for bytes, or 260 and more for pieces",
     "length=1000000": "the bytes that text trains on",
     "n_layers=0": "n_layers is 0: expected at least 1",
-    "lm.ReformerLM.attention_type=@lsh.lsh": "attention_type is @lsh.lsh, without (): expected an "
+    "lm.ReformerLM.attention_type=@lsh.lsh": "attention_type is @lsh.lsh without (): expected an "
     "AttentionOp, such as @lsh.lsh(), or a cycle of them",
+    "attention=(@local.local(), @lsh.lsh)": "attention is (local(), @lsh.lsh without ()): expected",
     "lm.ReformerLM.attention_type='flash'": "is 'flash': expected an AttentionOp, such as @lsh.lsh",
-    "loop.train.optimizer=@optimizer.adam": "loop.train.optimizer is @optimizer.adam, without (): "
+    "loop.train.optimizer=@optimizer.adam": "loop.train.optimizer is @optimizer.adam without (): "
     "expected an optimizer, such as @optimizer.adamw()",
     "text.text.vocabulary='none.json'": "give a tokenizer.json or a sentencepiece model",
 }

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SettingError(
             f"output_dir={args.output_dir} is of {type(saved.model).__name__}, which does not "
             "write text: give a run of a language model or of translation, or score this one with "
-            "evaluate.py"
+            "`reformax evaluate`"
         )
     flags.refuse(args, flags.SEARCH, "this run's model does not translate")
     if args.png is not None:
@@ -106,7 +106,10 @@ def parser():
     parser.add_argument("--top_p", type=flags.of(TopP), help=_default("top_p", "1 for all tokens"))
     parser.add_argument("--seed", type=flags.of(AnySeed), help=_default("seed", "of the draws"))
     parser.add_argument(
-        "--hash_seed", type=flags.of(AnySeed), default=0, help="of the hashes, as in evaluate.py"
+        "--hash_seed",
+        type=flags.of(AnySeed),
+        default=0,
+        help="of the hashes (default: 0, as in `reformax evaluate`)",
     )
     parser.add_argument(
         "--max_length",

@@ -78,6 +78,12 @@ TABLE = (
         kind=TypeError,
     ),
     Message(
+        r"^train\(\) missing \d+ required keyword-only arguments?: (?P<names>.*)",
+        "the config sets no {names} of loop.train: add lines such as "
+        "loop.train.optimizer = @optimizer.adamw(), or give --config='loop.train.steps=100'",
+        kind=TypeError,
+    ),
+    Message(
         "No values supplied by Gin|required keyword-only argument",
         "the config leaves out an argument: {first}",
         kind=TypeError,

@@ -17,8 +17,8 @@ _OF_EVALUATION = re.compile(r"evaluations\['([^']+)'\]\.(\w+)")
 # Arguments of parts whose user knows the model's alone.
 _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
 _CALL = re.compile(r"such as (?=\w+\.\w+\(\))")
-# The value of a line whose fix is a call.
-_UNCALLED = re.compile(r"(?<= is )<(?:class '(?:\w+\.)*|function )(\w+)[^>]*>(?=:.* as @)")
+# Of a line whose fix is a call: what lacks one.
+_UNCALLED = re.compile(r"<(?:class '(?:\w+\.)*|function )(\w+)[^<>]*>(?=.*: expected .* as @)")
 
 
 def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
@@ -46,9 +46,9 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
 
 
 def _as_reference(match: re.Match[str]) -> str:
-    """'@flash.flash, without ()' of a function or a class that the config gives as it is."""
+    """'@flash.flash without ()' of a function or a class that the config gives as it is."""
     selectors = [x for _, x in lookup.all_references() if x.endswith(f".{match[1]}")]
-    return f"@{lookup.short(selectors[0])}, without ()" if selectors else match[0]
+    return f"@{lookup.short(selectors[0])} without ()" if selectors else match[0]
 
 
 def name_of(name: str, of: str = "") -> str | None:

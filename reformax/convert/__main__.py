@@ -7,18 +7,19 @@
     --from=TRAX_RUN                      a run of Trax, with config.gin and model.pkl.gz, of
                                          ReformerLM or TransformerLM
     --from=model.pkl.gz --config_file=FILE.gin    the weights alone; the gin file, Trax's or one as
-                                         for train.py, says which model
-    --from=RUN                           a folder of train.py or of this command
+                                         for `reformax train`, says which model
+    --from=RUN                           a folder of `reformax train` or of this command
 
 --attention='asymmetric_lsh(n_hashes=8)' puts another attention in the place of dense layers, or of
 those of --layers=0,2-4, and writes a run. It is not trained, so it costs bits: they are measured on
 --data_dir, or on the source of Python's library, in rows of --length, of --tokens in all, and
 printed for each layer and by the number of hashes. --attention=dense puts dense layers back.
 
-A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
-Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
-compares its logits of random tokens with the source's. What it wrote has its name after that: a
-command that fails leaves nothing. The last line says the seconds and the memory that this took.
+A model from elsewhere becomes a run's folder, which `reformax evaluate` reads. A run becomes a
+folder for Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the
+result and compares its logits of random tokens with the source's. What it wrote has its name after
+that: a command that fails leaves nothing. The last line says the seconds and the memory that this
+took.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from reformax.declared import Count, Name, PathName, SettingError, Size, user_pa
 
 # The command fails if logits differ by more than this share of the largest.
 TOLERANCE = 1e-4
+TENSORS = (".safetensors", ".bin", ".pt", ".pth")  # files of them
 
 
 class SourceModel(NamedTuple):
@@ -224,6 +226,12 @@ def _read(path: Path, args: argparse.Namespace) -> SourceModel:
         return SourceModel("run", *given, length=run.length)
     from reformax.convert import hugging_face
 
+    files = [path, *path.parent.glob("config.json")] if path.is_file() else path.iterdir()
+    if not any(file.name == "config.json" or file.suffix in TENSORS for file in files):
+        raise ValueError(
+            f"--from={path} holds no model: give a folder of Hugging Face with config.json and "
+            "model.safetensors, a run's folder, or weights of Trax, a .pkl.gz"
+        )
     read = hugging_face.read(path)
     details = {"format": "hugging_face", "config": read.config}
     details |= {} if read.generation is None else {"generation": read.generation}

@@ -1,4 +1,4 @@
-"""A run's folder as evaluate.py reads it: config.gin, and the weights as a checkpoint of step 0.
+"""A run's folder for `reformax evaluate`: config.gin, and the weights as a checkpoint of step 0.
 
 A converted model has no optimizer's state. It can be scored, but training cannot resume from it.
 """
@@ -39,7 +39,7 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
     """Reads the model of a run and its weights, the moving average if there is one.
 
     Args:
-      folder: a folder of train.py or of `write`.
+      folder: a folder of `reformax train` or of `write`.
       step: the checkpoint's step; None: the best, or the latest if none has a score.
       trusted: whether the checkpoint's config may name any module, and so run its code.
 
@@ -137,7 +137,7 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
     lines = [
         f"# {note}",
         "#",
-        "# python evaluate.py --output_dir=THIS_FOLDER --data_dir=TEXT",
+        "# reformax evaluate --output_dir=THIS_FOLDER --data_dir=TEXT",
         "from __gin__ import dynamic_registration",
         "from reformax.data import text",
         "from reformax.training import loop",

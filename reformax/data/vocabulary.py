@@ -224,7 +224,7 @@ def _read(serialised: bytes, source: str) -> SentencePieceModel:
     if (ids := model.special_ids) != (PAD, EOS, UNKNOWN):
         raise ValueError(
             f"{source} has padding, EOS and unknown at {ids} and this needs {(PAD, EOS, UNKNOWN)}: "
-            "use a vocabulary that train.py made"
+            "use a vocabulary that `reformax train` made"
         )
     return model
 

@@ -190,7 +190,9 @@ def test_what_trax_lacks_is_refused_before_anything_is_written(
     "source, target, message",
     [
         ("nowhere", "run", "nowhere does not exist: download a model of Hugging Face, and give"),
-        ("empty", "run", "config.json does not exist"),
+        ("empty", "run", "empty holds no model: give a folder of Hugging Face with config.json"),
+        ("mine.txt", "run", "mine.txt holds no model: give a folder of Hugging Face with"),
+        ("model.safetensors", "run", "config.json does not exist: put it next to the tensors"),
         ("model.pkl.gz", "run", "say what model it is with --config_file=FILE.gin"),
         ("empty", "full", "full exists: give another name"),
         ("empty", "empty.pkl.gz", "empty.pkl.gz exists: give another name"),
@@ -202,7 +204,8 @@ def test_errors_in_one_line(source, target, message, tmp_path, run):
     (tmp_path / "empty.pkl.gz").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
-    (tmp_path / "model.pkl.gz").touch()
+    for name in ("model.pkl.gz", "mine.txt", "model.safetensors"):
+        (tmp_path / name).touch()
     code, out, err = convert(run, tmp_path / source, tmp_path / target)
     assert code in (1, 2) and err.startswith("error: ") and message in err
     assert err.count("\n") == 1 and not out

@@ -159,7 +159,7 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         (["--config_file=bad_import.gin"], 2, "No module named 'tests.training.tinny'"),
         (["--config_file=bad_name.gin"], 2, "TinyLM has no parameter d_modle (", ),
         (["--config_file=empty.gin"], 2, "the config sets nothing of loop.train: it needs"),
-        (["--config_file=base.gin"], 2, "the config leaves out an argument: train() missing 2"),
+        (["--config_file=base.gin"], 2, "the config sets no 'model' and 'task' of loop.train: add"),
         (["--config=loop.train.eval_length=5000"], 1, "length=5000 is above max_length=4096"),
         (["--config=optimizer.cosine.steps=2"], 2, "cosine.warmup_steps=2 must be"),
         (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
