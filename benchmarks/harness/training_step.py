@@ -68,12 +68,16 @@ class TrainingStep:
     seconds: list[float]
 
     def __init__(self, model: Any, optimizer: optax.GradientTransformation, shape: Shape):
-        """Makes the first state, and traces the step."""
+        """Traces the step. The first state is made after it is compiled, which takes memory too."""
         mesh, size = mesh_lib.make({}, jax.devices()[:1]), (shape.batch, shape.length)
         self.shape, self.seconds, self._key = shape, [], jax.random.PRNGKey(0)
         init = step_lib.init_fn(model, optimizer, size, ema=False)
-        init = step_lib.jit_once(init, out_shardings=devices.replicated(mesh))
-        self._state = init(self._key)
+        whole = devices.replicated(mesh)
+        self._init = step_lib.jit_once(init, out_shardings=whole)
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            jax.eval_shape(init, self._key),
+        )
         of_tokens, of_targets, of_weights = jax.random.split(self._key, 3)
         tokens, targets = (  # 0 would be padding
             jax.random.randint(k, size, 1, shape.vocab_size) for k in (of_tokens, of_targets)
@@ -82,7 +86,7 @@ class TrainingStep:
         batch = (tokens, targets, counted.astype(jnp.float32))
         self._batch = jax.device_put(batch, devices.over_tokens(mesh))
         step = step_lib.step_fn(model, optimizer, mesh)
-        self._lowered = step.lower(self._state, self._batch, self._key)
+        self._lowered = step.lower(state, self._batch, self._key)
 
     def compile(self) -> TrainingStep:
         self.program = compiled(self._lowered)
@@ -90,6 +94,7 @@ class TrainingStep:
 
     def warm_up(self) -> TrainingStep:
         """The first step; `ArithmeticError` if its loss is not that of a guess."""
+        self._state = self._init(self._key)
         self.first_loss = self.shape.checked(self.take(1))
         return self
 
