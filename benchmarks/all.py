@@ -54,6 +54,7 @@ PARTS = {
     "generation": Part("generation", (*MODELS, "reformax/generation", "benchmarks/generation.py")),
     "reversible": Part("reversible", (*MODELS, "benchmarks/reversible.py")),
     "published": Part("published --profile", (*TRAINED, "benchmarks/published.py")),
+    "float8": Part("float8", (*TRAINED, "benchmarks/float8.py")),
     "linear_attention": _attention(
         "attention --peers --lengths 1024 131072 1048576 --only linear_time "
         "--saved=docs/linear_attention.jsonl"
