@@ -30,6 +30,7 @@ class Backbone(Model):
       n_layers: number of layers, a multiple of the cycle's length.
       attention_type: an algorithm, or a cycle of them over the layers.
       embedding_norm: whether a norm follows the sum of embeddings and positions, as in BERT.
+      d_attention_key, d_attention_value: as of `Model`, but 64 unless they are given, as in Trax.
     """
 
     vocab_size: VocabSize = dataclasses.field(kw_only=False)
