@@ -456,6 +456,17 @@ def test_errors_of_workers_keep_their_number():
     with pytest.raises(OSError, match="cannot be read .File name too long") as error:
         list(workers.in_processes(durable.read, [Path("x" * 300)] * 2, 2))
     assert error.value.errno == errno.ENAMETOOLONG
+    with pytest.raises(RuntimeError, match="Odd: told"):
+        list(workers.in_processes(_odd, [1, 2], 2))
+
+
+class Odd(Exception):
+    def __reduce__(self):
+        raise TypeError
+
+
+def _odd(_):
+    raise Odd("told")
 
 
 def test_lines_of_a_text_that_is_read_raw_are_no_documents(tmp_path, monkeypatch):
