@@ -27,15 +27,20 @@ class Reference(NamedTuple):
     arguments: dict[str, Any]  # those that the config sets
 
 
-def comparable(value: Any) -> Any:
-    """A value of `described` for comparison: references as tables, with defaults filled in."""
+def settings_in(value: Any, name: str) -> dict[str, str]:
+    """The settings within a value of `described` as text, by name; those left out are defaults."""
     if isinstance(value, Reference):
-        parameters = inspect.signature(value.function).parameters.items()
-        defaults = {"the function": value.function} | {name: x.default for name, x in parameters}
-        value = defaults | value.arguments
-    if isinstance(value, dict):
-        return {name: comparable(x) for name, x in value.items()}
-    return [*map(comparable, value)] if isinstance(value, list | tuple) else value
+        parameters = inspect.signature(value.function).parameters
+        defaults = {key: parameter.default for key, parameter in parameters.items()}
+        found, parts = f"@{value.function.__name__}", defaults | value.arguments
+    elif isinstance(value, dict):
+        found, parts = "a table", value
+    elif isinstance(value, list | tuple):
+        found, parts = f"of {len(value)}", dict(enumerate(value))
+    else:
+        return {name: repr(value)}
+    of_parts = (settings_in(x, f"{name}.{key}") for key, x in parts.items())
+    return {name: found} | {key: x for part in of_parts for key, x in part.items()}
 
 
 def forget() -> None:

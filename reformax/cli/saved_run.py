@@ -267,18 +267,19 @@ def _parse(
     from reformax.cli import parsed
     from reformax.training import loop
 
-    models: dict[int, dict[str, Any]] = {}
+    models: dict[int, dict[str, str]] = {}
     for step, text in configs.items():
         parse(checkpoints, step, text, overrides, **options)
         if len(configs) > 1:
-            models[step] = parsed.comparable(parsed.described(loop.train, "model"))
+            models[step] = parsed.settings_in(parsed.described(loop.train, "model"), "model")
     for one, other in itertools.pairwise(models):
-        names = [name for name, x in models[one].items() if models[other].get(name) != x]
-        if names:
-            raise SettingError(
-                f"average:{len(models)} is of several models: {names[0]} of step {one} is not that "
-                f"of step {other}: average the checkpoints after step {one} alone"
-            )
+        for name in models[one] | models[other]:
+            first, second = (models[step].get(name, "not set") for step in (one, other))
+            if first != second:
+                raise SettingError(
+                    f"average:{len(models)} is of several models: {name} is {first} at step {one} "
+                    f"and {second} at step {other}: average the checkpoints after step {one} alone"
+                )
 
 
 def _identities(checkpoints) -> set[tuple]:

@@ -1,11 +1,12 @@
 """Rows of .parquet and .arrow files, by pyarrow.
 
 A file of a few bytes may hold the same long text many times, or pages that unpack to much, so every
-reader takes a few rows at a time, counts what it has read and stops at its limit.
+reader counts what it has read and stops at its limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import struct
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,10 @@ from reformax.declared import SettingError
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
 _NESTED = 64  # bytes that a value in a list or an object takes in Python besides its text
+# Encodings of Parquet whose texts take no more memory than the file states, and dictionaries.
+_PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
+_DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+_SMALL_GROUP = 2**26  # stated bytes of a row group that is read as a dictionary
 # What is in place of a file that Git LFS has not fetched.
 LFS_POINTER = b"version https://git-lfs"
 # Words of pyarrow's errors on files that are whole.
@@ -110,18 +115,46 @@ def row_groups(path: Path) -> list[int]:
 
 
 def _batches(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> Iterator[Any]:
-    """The batches of a row group, of at most `_ROWS` rows and about `_TOGETHER` bytes each."""
+    """The batches of a row group, each of about `_TOGETHER` bytes of text, or of a small group.
+
+    Read as a dictionary, a text that occurs many times is in memory once. But pyarrow then keeps
+    every text of the row group, so a large one is read so only to see how long its texts are.
+    """
     group = metadata.row_group(number)
-    n_rows = group.num_rows * _TOGETHER // max(1, _stated(group, names))
-    with pa.parquet.ParquetFile(
-        path, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER
-    ) as file:
-        yield from file.iter_batches(
-            batch_size=min(_ROWS, max(1, n_rows)),
-            row_groups=[number],
-            columns=list(names),
-            use_threads=False,
-        )
+    stated = max(1, _stated(group, names))
+    encodings = _encodings(group, names)
+    dictionaries = [column for column, found in encodings.items() if found & _DICTIONARY]
+
+    def batches(n_rows: int, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
+        with pa.parquet.ParquetFile(
+            path,
+            metadata=metadata,
+            read_dictionary=list(as_dictionaries),
+            pre_buffer=False,
+            buffer_size=_BUFFER,
+        ) as file:
+            yield from file.iter_batches(
+                batch_size=n_rows, row_groups=[number], columns=list(names), use_threads=False
+            )
+
+    longest = -(-stated // max(1, group.num_rows))  # the mean of texts that lie in the file
+    if any(found - _PLAIN - _DICTIONARY for found in encodings.values()):
+        longest = stated  # a text may be most of the one before it
+    elif dictionaries and stated <= _SMALL_GROUP:
+        yield from batches(max(1, group.num_rows), dictionaries)
+        return
+    elif dictionaries:
+        with contextlib.closing(batches(1, dictionaries)) as begins:
+            begin = next(begins)
+        found = [values for column in begin.columns for values in _dictionaries(column)]
+        for values in found:
+            # One value may be the first row's, with a dictionary after it.
+            lengths = _lengths(pa, values) if len(values) > 1 else pa.array([stated])
+            longest = max(longest, pa.compute.max(lengths).as_py() or 0)
+        if len(found) < len(dictionaries):
+            longest = stated
+        del begin, found
+    yield from batches(min(_ROWS, max(1, _TOGETHER // longest)))
 
 
 def arrow(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator[tuple]:
@@ -158,12 +191,7 @@ def _rows(
 ) -> Iterator[tuple]:
     """The rows of batches, as long as their texts have no more bytes than that together."""
     total, size = 0, path.stat().st_size
-    parts = (  # a batch of an .arrow file may be the whole table
-        batch.slice(first, _ROWS)
-        for batch in batches
-        for first in range(0, max(1, batch.num_rows), _ROWS)
-    )
-    for part in parts:
+    for part in _in_parts(pa, batches):
         columns = []
         for field in fields:
             if field.name not in part.schema.names:  # an optional one
@@ -176,13 +204,26 @@ def _rows(
             total += _size(pa, column, _NESTED if pa.types.is_nested(column.type) else 1)
             if total > max_bytes:  # before any text is copied
                 raise _bomb(path, size, max_bytes)
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            is_text = _is_string(column.type) or _is_bytes(column.type)
-            columns.append(
-                _as_bytes(pa, path, field.name, column) if is_text else column.to_pylist()
-            )
+            is_dictionary = pa.types.is_dictionary(column.type)
+            values = column.dictionary if is_dictionary else column
+            is_text = _is_string(values.type) or _is_bytes(values.type)
+            found = _as_bytes(pa, path, field.name, values) if is_text else values.to_pylist()
+            if is_dictionary:  # a text that occurs many times is in memory once
+                found = [None if i is None else found[i] for i in column.indices.to_pylist()]
+            columns.append(found)
         yield from zip(*columns, strict=True)
+
+
+def _in_parts(pa, batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches of a few rows, for one of an .arrow file's may be the whole table.
+
+    One with a dictionary stays whole: each of its parts would have all of the dictionary.
+    """
+    for batch in batches:
+        whole = any(map(pa.types.is_dictionary, batch.schema.types))
+        n_rows = max(1, batch.num_rows)
+        for first in range(0, n_rows, n_rows if whole else _ROWS):
+            yield batch.slice(first, n_rows if whole else _ROWS)
 
 
 def _source(pa, path: Path) -> Any:
@@ -281,11 +322,35 @@ def _is_bytes(kind: Any) -> bool:
 
 def _stated(group: Any, names: Sequence[str]) -> int:
     """The bytes that some columns of a row group unpack to, as the file says."""
-    chunks = map(group.column, range(group.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in _chunks(group, names))
+
+
+def _encodings(group: Any, names: Sequence[str]) -> dict[str, set[str]]:
+    """How the pages of texts are encoded: of columns, and of those in lists and objects."""
+    return {
+        chunk.path_in_schema: set(chunk.encodings)
+        for chunk in _chunks(group, names)
+        if chunk.physical_type == "BYTE_ARRAY"
+    }
+
+
+def _chunks(group: Any, names: Sequence[str]) -> Iterator[Any]:
+    """What a file says of each part of some columns in a row group."""
     paths = tuple(f"{name}." for name in names)  # of a column, and of those in lists and objects
-    return sum(
-        x.total_uncompressed_size for x in chunks if f"{x.path_in_schema}.".startswith(paths)
-    )
+    for chunk in map(group.column, range(group.num_columns)):
+        if f"{chunk.path_in_schema}.".startswith(paths):
+            yield chunk
+
+
+def _dictionaries(values: Any) -> Iterator[Any]:
+    """The dictionaries of an array, and of those in lists and objects."""
+    values = getattr(values, "storage", values)
+    if hasattr(values, "dictionary"):
+        yield values.dictionary
+    elif hasattr(values, "flatten"):
+        parts = values.flatten()
+        for part in parts if isinstance(parts, list) else [parts]:
+            yield from _dictionaries(part)
 
 
 def _is_packed(message: Any) -> bool:

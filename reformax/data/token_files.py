@@ -24,12 +24,12 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from reformax import durable
 from reformax.data import arrow_tables, cache, documents, files, joined, shard_folders, tables
 from reformax.data.stored import FilePart, StoredArray
-from reformax.declared import SettingError, user_path
+from reformax.declared import Bounds, SettingError, fits, user_path
 
 SHARD = 2**27  # bytes of a source of which one shard is made, at most
 # Small texts have as many shards as large machines have cores, none of less than this.
@@ -37,6 +37,16 @@ _SHARDS, _LEAST_SHARD = 64, 2**22
 _MEMORY = 2**28  # what a process takes that makes a shard, such as one that unpacks an .xz
 _SAMPLES, _SAMPLED = 2**12, 64  # bytes of a sample of a source, and files that are sampled at most
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+# The fields of a text's manifest, and the numbers of each of its shards.
+_Count = Annotated[int, Bounds(0, 2**60)]
+_FIELDS = {
+    "settings": dict,
+    "files": Mapping[str, str],
+    "said": Sequence[str],
+    "of": Sequence[str],
+    "splits": Mapping[str, Sequence[dict]],
+}
+_COUNTS = {"n", "begins", "crc"}
 _INFLATION = 4  # what a packed file is taken to unpack to, to know how much there is to do
 
 
@@ -60,13 +70,9 @@ def load(folder: Path) -> documents.Source:
     Raises:
       ValueError: the manifest is damaged, or of a later version, or a shard is not as it says.
     """
-    found = shard_folders.manifest(folder)
-    try:
-        texts = {s: documents.Text(*_arrays(folder, x)) for s, x in found["splits"].items()}
-        notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
-        source = documents.Source(texts, dict(found["files"]), notes)
-    except (KeyError, TypeError, AttributeError):
-        raise shard_folders.damaged(folder) from None
+    found = _text_manifest(folder)
+    texts = {s: documents.Text(*_arrays(folder, x)) for s, x in found["splits"].items()}
+    notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
     for array in (array for text in texts.values() for array in text if array is not None):
         for part in array.parts:
             file, expected = Path(part.path), part.n * array.dtype.itemsize
@@ -76,12 +82,28 @@ def load(folder: Path) -> documents.Source:
                 raise ValueError(
                     f"{file} {has}, expected {expected:,}: delete {folder} and prepare it anew"
                 )
-    return source
+    return documents.Source(texts, found["files"], notes)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings that a folder was prepared with."""
-    return dict(shard_folders.manifest(folder)["settings"])
+    """The settings that a folder was prepared with; raises ValueError for a damaged manifest."""
+    return _text_manifest(folder)["settings"]
+
+
+def _text_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a text, whose fields are what they should be."""
+    found = shard_folders.manifest(folder)
+    if not all(fits(found.get(name), hint) for name, hint in _FIELDS.items()):
+        raise shard_folders.damaged(folder)
+    shards = [shard for shards in found["splits"].values() for shard in shards]
+    names = _COUNTS | {"joined"} if any("joined" in shard for shard in shards) else _COUNTS
+    whole = all(fits(shard.get(name), _Count) for shard in shards for name in names)
+    if (
+        not (whole and found["splits"].get("train"))
+        or found["files"].keys() != found["splits"].keys()
+    ):
+        raise shard_folders.damaged(folder)
+    return found
 
 
 def _arrays(
@@ -89,7 +111,7 @@ def _arrays(
 ) -> tuple[StoredArray, StoredArray, StoredArray | None]:
     data, begins, of_joined, before = [], [], [], 0
     for shard in shards:
-        path = shard_folders.shard_path(folder, shard["file"])
+        path = shard_folders.shard_path(folder, shard.get("file"))
         data.append(FilePart(f"{path}.bytes", 0, shard["n"], 0, shard["crc"]))
         begins.append(FilePart(f"{path}.begins", 0, shard["begins"], before))
         if "joined" in shard:
@@ -114,8 +136,8 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
 def words_of(folder: Path) -> str:
     """The source of a text in the cache, in words."""
     try:
-        return "of " + "; ".join(shard_folders.manifest(folder)["of"])
-    except (ValueError, OSError, KeyError):
+        return "of " + "; ".join(_text_manifest(folder)["of"])
+    except (ValueError, OSError):
         return "not whole"
 
 

@@ -93,5 +93,10 @@ def load(
     url = URL.format(year=dataset.partition("_")[0])
     instead = f"run `tfds build {dataset}` where there is a network and pass --data_dir=its folder"
     found = tfds_builders.columns(dataset, _TFDS_SPLITS[split], languages, url, instead, data_dir)
-    sources, targets = ([sentence.decode() for sentence in column] for column in found)
+    for (
+        column
+    ) in found:  # in place, as the bytes of millions of sentences are no small part of memory
+        for i, sentence in enumerate(column):
+            column[i] = sentence.decode()
+    sources, targets = found
     return sources, targets

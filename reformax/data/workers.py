@@ -139,8 +139,12 @@ def serve() -> None:
 
 
 def _answer(function: Callable[[Any], Any], task: Any) -> bytes:
-    """The result, the error and the number of a system's error."""
+    """The result, the error and its number; of an error that cannot be pickled, its text."""
     try:
         return pickle.dumps((function(task), None, None))
     except Exception as error:
-        return pickle.dumps((None, error, error.errno if isinstance(error, OSError) else None))
+        number = error.errno if isinstance(error, OSError) else None
+        try:
+            return pickle.dumps((None, error, number))
+        except Exception:
+            return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), None))

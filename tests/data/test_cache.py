@@ -1,6 +1,8 @@
 """What stays of a text: a vocabulary that is learnt once, and the cache, which is pruned."""
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -194,6 +196,35 @@ def test_a_reader_who_may_not_write_the_lock_holds_it(source, monkeypatch):
         assert [x.in_use for x in cache.entries(folder.parent)] == [True]
     deleted, kept = cache.prune(folder.parent, 0)
     assert not deleted and [x.folder for x in kept] == [folder] and folder.is_dir()
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "while it is measured", "all of it"])
+def test_what_another_process_deletes_meanwhile_is_passed_over(when, source, monkeypatch):
+    text(source)
+    release()
+    folder = folder_of(source)
+    alone, lstat = cache._alone, os.lstat
+
+    def deleting(path):
+        shutil.rmtree(folder.parent if when == "all of it" else folder)
+        return alone(path)
+
+    def gone(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path) if str(path).endswith(".bytes") else None
+        return lstat(path)
+
+    measured = when == "while it is measured"
+    with monkeypatch.context() as patch:
+        if measured:
+            patch.setattr(cache.os, "lstat", gone)
+        else:
+            patch.setattr(cache, "_alone", deleting)
+        found = cache.entries(folder.parent)
+    assert [x.folder for x in found] == [folder] * measured
+    monkeypatch.setattr(cache, "entries", lambda _: [cache.Entry(folder, 0, 0.0, False)])
+    if not measured:
+        assert cache.prune(folder.parent, 0) == ([], [])
 
 
 ROWS = [

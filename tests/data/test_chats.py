@@ -659,6 +659,16 @@ def test_a_prompt_that_training_leaves_out_is_refused(tmp_path, fails_in_one_lin
         prompts.encode_message(chat, b"a<|im_end|>")
 
 
+def test_a_prompt_is_written_as_in_training():
+    for template in chat_templates.TEMPLATES.values():
+        ids = chat_templates.encoded(
+            [tuple(chat_templates.Turn(*x) for x in (("user", "Hi"), ("assistant", "Yo", True)))],
+            chat_templates.Written(template, chat_templates.ByteEncoder(), 0, []),
+            np.uint8,
+        ).ids
+        assert bytes(ids) == template.prompt("Hi").encode() + b"Yo\0"
+
+
 # Scores and runs.
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reformax.data import documents, files, tables
+from reformax.data import arrow_tables, documents, files, tables
 from reformax.data.text import text
 from tests.data.tables import write, write_texts
 
@@ -78,6 +78,14 @@ KINDS = {
     "packed.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(TEXTS).encode())),
     "a.arrow": write_arrow,
     "file.arrow": lambda path: write_arrow(path, writer=pa.ipc.new_file),
+    "views.arrow": lambda path: write_arrow(
+        path,
+        table(
+            pa.DictionaryArray.from_arrays(
+                pa.array(range(len(TEXTS)), pa.int32()), pa.array(TEXTS, pa.string_view())
+            )
+        ),
+    ),
     "dictionary.arrow": lambda path: write_arrow(path, table(pa.array(TEXTS).dictionary_encode())),
     "dataset": write_dataset,
 }
@@ -87,6 +95,16 @@ KINDS = {
 def test_rows_are_documents(name, tmp_path, content):
     KINDS[name](tmp_path / name)
     assert content(text(str(tmp_path / name))) == JOINED
+
+
+def test_the_dictionary_of_a_whole_table_is_read_once(tmp_path, monkeypatch):
+    """Not anew for each part of a batch that is the whole table."""
+    texts = [f"{i}" for i in range(5000)]
+    write_arrow(tmp_path / "a.arrow", table(pa.array(texts).dictionary_encode()), rows=5000)
+    read, n = arrow_tables._as_bytes, []
+    monkeypatch.setattr(arrow_tables, "_as_bytes", lambda *x: n.append(len(x[-1])) or read(*x))
+    rows = list(arrow_tables.arrow(tmp_path / "a.arrow", [arrow_tables.Column("text")], 2**20))
+    assert rows == [(x.encode(),) for x in texts] and sum(n) == 5000
 
 
 def test_files_of_a_folder_of_several_kinds(tmp_path, content):
@@ -235,6 +253,16 @@ DAMAGE = {
         "a.arrow",
         lambda path: write_arrow(path, pa.table({"text": views(LONG, 64)}), rows=64),
         "unpacks to more than .* bytes of text",
+    ),
+    "a prefix many times": (
+        "a.parquet",
+        lambda path: pq.write_table(
+            table([LONG] * 64),
+            path,
+            use_dictionary=False,
+            column_encoding={"text": "DELTA_BYTE_ARRAY"},
+        ),
+        "unpacks to more than 4,194,304 bytes of text",
     ),
     "lists": (
         "a.parquet",

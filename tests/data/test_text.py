@@ -109,6 +109,12 @@ def test_home_is_expanded(tmp_path, monkeypatch, content):
     assert content(text("~/notes.txt")) == LINES
 
 
+def test_dangling_link_is_no_file(tmp_path, content):
+    write(tmp_path / "a.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    assert content(text(str(tmp_path))) == LINES
+
+
 def test_missing(tmp_path, fails_in_one_line):
     with fails_in_one_line(FileNotFoundError, "nowhere does not exist: set data_dir"):
         text(str(tmp_path / "nowhere"))

@@ -384,6 +384,31 @@ def test_a_strangers_manifest_names_no_other_file(tmp_path, name, fails_in_one_l
         text.text(tmp_path / "made")
 
 
+WHOLE_FIELDS = [("settings", {}), ("said", []), ("of", []), ("crc", 5)]
+
+
+@pytest.mark.parametrize("value", [None, "DEL", 5, "x", [], {}, 10**30, [[1, 2]]])
+def test_a_manifest_with_other_fields_is_told(value, tmp_path, fails_in_one_line):
+    made = _prepared(tmp_path)
+    path, whole = made / shard_folders.MANIFEST, (made / shard_folders.MANIFEST).read_text()
+    for *fields, last in (
+        *([name] for name in ("settings", "files", "said", "of", "splits")),
+        *(["splits", "train", 0, name] for name in ("n", "begins", "crc")),
+    ):
+        manifest = json.loads(whole)
+        owner = manifest
+        for field in fields:
+            owner = owner[field]
+        if (last, value) in WHOLE_FIELDS:
+            continue
+        owner[last] = value
+        if value == "DEL":
+            del owner[last]
+        path.write_text(json.dumps(manifest))
+        with fails_in_one_line(ValueError, "is damaged: delete|bytes, expected"):
+            text.text(made)
+
+
 def test_workers_share_the_cores_and_import_nothing_of_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
@@ -431,6 +456,17 @@ def test_errors_of_workers_keep_their_number():
     with pytest.raises(OSError, match="cannot be read .File name too long") as error:
         list(workers.in_processes(durable.read, [Path("x" * 300)] * 2, 2))
     assert error.value.errno == errno.ENAMETOOLONG
+    with pytest.raises(RuntimeError, match="Odd: told"):
+        list(workers.in_processes(_odd, [1, 2], 2))
+
+
+class Odd(Exception):
+    def __reduce__(self):
+        raise TypeError
+
+
+def _odd(_):
+    raise Odd("told")
 
 
 def test_lines_of_a_text_that_is_read_raw_are_no_documents(tmp_path, monkeypatch):
@@ -473,6 +509,7 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
     dictionary, groups, tmp_path, monkeypatch
 ):
     """By what pyarrow holds, at a tenth of the sizes."""
+    monkeypatch.setattr(arrow_tables, "_SMALL_GROUP", 2**20)
     monkeypatch.setattr(arrow_tables, "_TOGETHER", 2**20)
     texts = [f"{i} {'x' * 2_000}" for i in range(20_000)]
     path, options = tmp_path / "a.parquet", {"use_dictionary": dictionary}
@@ -481,6 +518,21 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
     for _ in tables.texts(path, arrow_tables.parquet, "text", 2**30):
         taken.append(pa.total_allocated_bytes() - before)
     assert len(taken) == 20_000 and max(taken) < 12e6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}],
+    ids=["dictionary", "prefixes"],
+)
+def test_a_long_text_that_a_parquet_repeats_is_not_held_many_times(options, tmp_path):
+    """The file is small, and so is what pyarrow holds of it."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x" * 2**20] * 64}), path, **options)
+    taken, before = [], pa.total_allocated_bytes()
+    for _ in tables.texts(path, arrow_tables.parquet, "text", 2**30):
+        taken.append(pa.total_allocated_bytes() - before)
+    assert len(taken) == 64 and max(taken) < 40e6
 
 
 def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, capsys):

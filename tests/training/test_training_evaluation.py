@@ -1,5 +1,6 @@
 """Every target is scored once in any batch; the record and the prefetching thread."""
 
+import json
 import threading
 
 import jax
@@ -18,6 +19,7 @@ from reformax.training import by_position, evaluation
 from reformax.training import record as record_lib
 from reformax.training.evaluation import check_positions, evaluate, in_budget
 from reformax.training.prefetch import prefetch
+from reformax.training.record_lines import RecordLines
 from tests.training import tiny
 
 MODEL = tiny.TinyLM(mode="eval")
@@ -273,6 +275,29 @@ def test_prefetch_raises_where_the_value_would_have_come_and_ends_its_thread():
     with prefetch(endless()) as ready:
         next(ready)
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def opened(step):
+        return record_lib.Record(tmp_path, RecordLines(path, step), step)
+
+    record = opened(0)
+    for step in (10, 20, 30):
+        record.write(step, "train", {"bits_per_dim": float(step)}, {"seconds": 1.0}, tag="train")
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == step  # flushed
+    record.close()
+    with open(path, "a") as file:
+        file.write('{"step": 4')
+    record = opened(20)
+    record.write(25, "valid", {"bits_per_dim": 1.0}, {}, tag="eval")
+    record.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 25]
+    assert lines[0]["timing"] == {"seconds": 1.0}
+    events = b"".join(p.read_bytes() for p in (tmp_path / "tensorboard").iterdir())
+    assert b"train/bits_per_dim" in events and b"valid/bits_per_dim" in events
 
 
 def test_progress_shows_loss_and_speed(capsys):

@@ -207,12 +207,12 @@ def test_an_average_is_of_one_model(run):
     code, out, err = run(evaluate.main, "--checkpoint=average:3")
     assert (code, out) == (2, "")
     assert err == (
-        "error: average:3 is of several models: attention_type of step 2 is not that of step 4: "
-        "average the checkpoints after step 2 alone\n"
+        "error: average:3 is of several models: model.attention_type is @dense at step 2 and "
+        "@local at step 4: average the checkpoints after step 2 alone\n"
     )
     # Settings of --config that make them one count.
     code, _, err = run(evaluate.main, "--checkpoint=average:3", LOCAL)
-    assert code == 2 and "attention_type of step 2" in err  # of another chunk_len
+    assert code == 2 and "model.attention_type.chunk_len is 64 at step 2 and 2 at step 4" in err
     assert run(evaluate.main, "--checkpoint=average:3", LOCAL, CHUNK)[0] == 0
 
 
