@@ -54,7 +54,7 @@ class Readers(NamedTuple):
     """The algorithms that read a setting."""
 
     are: Callable[[AttentionOp], bool]
-    do: str
+    do: str  # what an error says that none of a model's does
     one: str  # how an error asks for one
 
 
