@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 
 import gin
 import pytest
@@ -105,6 +106,12 @@ def test_every_setting_is_declared():
         if fits(object(), hint)
     }
     assert undeclared == {"block_sparse.block_sparse.pattern"}
+
+
+def test_cases_need_no_tensorflow_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "reformax.data.enwik8_builder", raising=False)
+    assert input_cases.modules.__wrapped__()
 
 
 def test_a_flag_without_a_type_is_told(monkeypatch):

@@ -49,6 +49,8 @@ class Case(NamedTuple):
 
 # Arguments that the loop passes itself, whatever a config says.
 PASSED = {"mode"}
+# Modules that load tensorflow-datasets, and have nothing that a config names.
+NO_FACTORIES = {"enwik8_builder"}
 # Values of a flag. A new kind of value goes here.
 TEXTS = (
     *("", "x", "None", "True", "nan", "inf", "-inf", "-1", "0", "2", "1.5", "1e3", "12k", "0x10"),
@@ -177,7 +179,7 @@ def modules() -> dict[str, ModuleType]:
     found = {"loop": "reformax.training.loop", "optimizer": "reformax.training.optimizer"}
     for package in (ops, models, data):
         for module in pkgutil.iter_modules(package.__path__):
-            if not module.ispkg:
+            if not module.ispkg and module.name not in NO_FACTORIES:
                 found[module.name] = f"{package.__name__}.{module.name}"
     imported = {name: importlib.import_module(module) for name, module in sorted(found.items())}
     return {name: module for name, module in imported.items() if any(_named(module))}

@@ -144,7 +144,7 @@ class Spec(NamedTuple):
     def rotating(self) -> list[bool]:
         """Whether each layer of the cycle rotates queries and keys."""
         ops = [op.algorithm for op in self.attention]
-        return self.design.rotating(self.arguments["pos_type"], ops)
+        return self.design.rotating(self.arguments["pos_type"], "attention_type", ops)
 
     def layers(self):
         """Yields `(layer, block, repeat, op)`; a layer's weights are at its block and repeat."""

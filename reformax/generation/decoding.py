@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 from reformax import devices
 from reformax.declared import AnySeed, Bounds, Count, SettingError, Size, check_all, hints_of
 from reformax.generation.prompts import capacity_of, rounded, rows_of
-from reformax.generation.reading import check, mesh_of, read_texts, reading_of
+from reformax.generation.reading import check_readable, mesh_of, read_texts, reading_of
 from reformax.generation.sampling import Sampler
 from reformax.generation.texts import Resumed, TextState, of_rows, parts_of, resumed
 
@@ -181,7 +181,7 @@ def stream(
     draws = _Draws(sampler.arrays(), jax.random.PRNGKey(seed), jnp.array(ends or [-1], jnp.int32))
     reading = reading_of(model, texts, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     weights = devices.placed(mesh, (), params)[1]
-    check(model, weights, texts, max_new_tokens, reading)
+    check_readable(model, weights, texts, max_new_tokens, reading)
 
     def start() -> _State:
         logits, decoding = read_texts(model, weights, texts, reading)
@@ -249,7 +249,7 @@ def read(
     unread = texts._replace(rows=[row[:-1] for row in texts.rows])
     reading = reading_of(model, unread, capacity, hash_seed, mesh, n_row_shards, prompt_piece)
     params = devices.placed(mesh, (), params)[1]
-    check(model, params, unread, 0, reading)
+    check_readable(model, params, unread, 0, reading)
     found = read_texts(model, params, unread, reading)[1]
     room = _room_of(model, texts, capacity, max_length)
     n_filled = -(-len(last) // n_row_shards) * n_row_shards

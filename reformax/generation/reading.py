@@ -47,7 +47,7 @@ def reading_of(model, texts: Resumed, capacity, hash_seed, mesh, n_row_shards, p
     return Reading(capacity, rng, mesh, n_row_shards, piece)
 
 
-def check(model, params, texts: Resumed, n_new: int, reading: Reading) -> None:
+def check_readable(model, params, texts: Resumed, n_new: int, reading: Reading) -> None:
     """Raises `SettingError` for texts that the model cannot read on by n new tokens.
 
     Their keys would rotate otherwise on the way, the devices cannot hold their caches, or the model

@@ -189,7 +189,8 @@ class Attention(AttentionDecoding, PlannedAttention):
 
         Extra projections of low rank are multiplied with their second matrix.
         """
-        extra = heads.keys() - {"q", "k", "v", ATTENTION_GATE}
+        # In one order in every process, so that programs are found in the compilation cache.
+        extra = [name for name in heads if name not in ("q", "k", "v", ATTENTION_GATE)]
         for name in extra:
             if (up := params.get(f"up_{name}")) is not None:
                 low = heads[name][:, :, 0]

@@ -235,7 +235,7 @@ class Model(Layer, TaskModel):
           cross: the algorithm of the attention to a memory; None: the blocks have none.
         """
         cycle, design = cycle_of(getattr(self, argument)), self.design
-        rotating = design.rotating(self.pos_type, cycle)
+        rotating = design.rotating(self.pos_type, argument, cycle)
         self._check_cycle(argument, cycle, rotating, causal)
         ops = [op for name in self._attention_types for op in cycle_of(getattr(self, name))]
         check_read(vars(design), " or ".join(self._attention_types), ops)

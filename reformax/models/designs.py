@@ -54,7 +54,7 @@ class Readers(NamedTuple):
     """The algorithms that read a setting."""
 
     are: Callable[[AttentionOp], bool]
-    do: str
+    do: str  # what an error says that none of a model's does
     one: str  # how an error asks for one
 
 
@@ -80,7 +80,9 @@ READERS = {
         "one that does, such as lsh.lsh(attend_self_if_alone=False)",
     ),
     "attention_gate": Readers(
-        lambda op: not op.gated, "lacks a gate", "one whose gated is False, such as flash.flash()"
+        lambda op: not op.gated,
+        "lacks a gate of its own",
+        "one whose gated is False, such as flash.flash()",
     ),
     "rotary_local_base": Readers(
         lambda op: op.local, "is local", "one, such as local.local(window=64)"
@@ -233,8 +235,13 @@ class Design:
         own = self.attention_output_bias
         return self.attention_bias if own is None else own
 
-    def rotating(self, pos_type: str, ops: Sequence[AttentionOp]) -> list[bool]:
+    def rotating(self, pos_type: str, argument: str, ops: Sequence[AttentionOp]) -> list[bool]:
         """Whether each layer of a cycle rotates queries and keys, by a model's `pos_type`.
+
+        Args:
+          pos_type: the model's.
+          argument: the model's, that the cycle is from.
+          ops: the algorithms of the cycle.
 
         Raises:
           SettingError: `rotary_layers` has more values or fewer.
@@ -242,7 +249,7 @@ class Design:
         chosen = self.rotary_layers or [True] * len(ops)
         if len(chosen) != len(ops):
             raise SettingError(
-                f"rotary_layers has {len(chosen)} values and the cycle {len(ops)} layers: expected "
+                f"rotary_layers has {len(chosen)} values and {argument} {len(ops)} ops: expected "
                 "one for each"
             )
         return [

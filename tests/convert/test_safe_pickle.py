@@ -188,3 +188,9 @@ def test_a_pickle_that_is_cut_short(protocol):
         with pytest.raises(ValueError, match="it is (damaged or is no pickle|refused)") as raised:
             safe_pickle.loads(data[:end], "it")
         assert "\n" not in str(raised.value)
+
+
+def test_an_array_of_other_size_than_its_shape():
+    data = pickle.dumps(np.arange(4.0), 2).replace(b"K\x04\x85", b"K\x05\x85")
+    with pytest.raises(safe_pickle.UnsafePickle, match=r"shape \(5,\) and float64 has 32 bytes"):
+        safe_pickle.loads(data, "it")

@@ -341,6 +341,10 @@ def test_hostile_and_damaged_files(tmp_path):
         with pytest.raises(ValueError, match="cut short|damaged|no checkpoint") as raised:
             trax_files.read(path)
         assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+    for content in ([1], {"weights": 3}, {"flat_weights": [1, "x"]}, {"flat_weights": 2}):
+        path.write_bytes(gzip.compress(pickle.dumps(content)))
+        with pytest.raises((ValueError, FileNotFoundError), match="no checkpoint|does not exist"):
+            trax_files.read(path)
 
 
 def test_a_file_of_weights_that_is_cut_short(tmp_path):

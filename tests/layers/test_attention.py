@@ -371,3 +371,13 @@ def test_what_cannot_decode():
         layer = layers.Attention(dense.dense(), **SIZES, **options)
         with pytest.raises(ValueError, match=r"decoding needs causal=True and mode='eval'$"):
             layer.prefill(layer.init_params(RNG, x.shape), x, lengths, 20)
+
+
+def test_further_projections_come_in_the_order_of_their_declaration():
+    """In that of a set of names each process makes another program, which no cache has."""
+    op = gated_delta.gated_delta(gated=True)
+    layer = layers.Attention(op, n_heads=2, d_qk=4, d_v=4, causal=True)
+    params = plain.init(layer, (1, 3, 8))
+    found = layer.project(params, jnp.zeros((1, 3, 8))).extra_projections
+    assert list(found) == [name for name in layer.projections() if name not in ("q", "k", "v")]
+    assert len(found) > 2

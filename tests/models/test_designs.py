@@ -497,11 +497,7 @@ WINDOWS = local.local(chunk_len=4)
             dict(pos_type="none", attention_type=WINDOWS),
             "rotary_local_base is 5.0 and pos_type is 'none', by which no layer has",
         ),
-        (
-            dict(rotary_layers=(True, False)),
-            {},
-            "rotary_layers has 2 values and the cycle 1",
-        ),
+        (dict(rotary_layers=(True, False)), {}, "rotary_layers has 2 values and attention_type 1"),
         (
             dict(rotary_local_base=5.0),
             {},
@@ -522,7 +518,7 @@ WINDOWS = local.local(chunk_len=4)
         (
             dict(attention_gate="headwise"),
             dict(attention_type=gated_delta.gated_delta(gated=True)),
-            "attention_gate is 'headwise' and no op of attention_type lacks a gate",
+            "attention_gate is 'headwise' and no op of attention_type lacks a gate of its own",
         ),
         (
             dict(attention_scale=0.5),
