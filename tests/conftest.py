@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import zlib
 from importlib import metadata
 
@@ -118,36 +117,6 @@ def no_programs_of_others():
         jax.clear_caches()
         gc.collect()
         gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def contexts():
-    """A thread lowers 200 programs in one context of MLIR, where JAX makes one for each, in 3 ms.
-
-    A lowering that fails may leave its context open, so the next one has another.
-    """
-    if not (mlir := sys.modules.get("jax._src.interpreters.mlir")):
-        yield
-        return
-    make, lower, kept = mlir.make_ir_context, mlir.lower_jaxpr_to_module, threading.local()
-
-    def shared():
-        kept.left = getattr(kept, "left", 0) - 1
-        if kept.left < 0:
-            kept.context, kept.left = make(), 200
-        return kept.context
-
-    def lowered(*args, **kwargs):
-        try:
-            return lower(*args, **kwargs)
-        except BaseException:
-            kept.left = 0
-            raise
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlir, "make_ir_context", shared)
-        patch.setattr(mlir, "lower_jaxpr_to_module", lowered)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,14 +65,12 @@ def load(data_dir: str | None = None) -> dict[str, UInt8[np.ndarray, " n"]]:
     Raises:
       OSError: enwik8 could not be downloaded, checked, written or read.
     """
-    return tfds_builders.load(
-        "enwik8",
-        lambda: Enwik8(data_dir=data_dir, file_format="array_record"),
-        lambda builder: {split: _read(builder, split) for split in SPLITS},
-        URL,
-        INSTEAD,
-    )
 
+    def make() -> Enwik8:
+        return Enwik8(data_dir=data_dir, file_format="array_record")
 
-def _read(builder: Enwik8, split: str) -> np.ndarray:
-    return files.as_array(b"".join(e["bytes"] for e in builder.as_data_source(split)))
+    def read(split: str) -> np.ndarray:
+        (blocks,) = tfds_builders.columns("enwik8", split, ["bytes"], URL, INSTEAD, make=make)
+        return files.as_array(b"".join(blocks))
+
+    return {split: read(split) for split in SPLITS}

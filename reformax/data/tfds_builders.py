@@ -9,7 +9,7 @@ import contextlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,7 @@ def columns(
     url: str,
     instead: str,
     data_dir: str | os.PathLike | None = None,
+    make: Callable[[], tfds.core.DatasetBuilder] | None = None,
 ) -> list[list[Any]]:
     """Features of all examples of a split, each a list in the dataset's order.
 
@@ -96,6 +97,7 @@ def columns(
       wanted: the features.
       url: the source of the data, or of the greater part.
       instead: the advice of the error where there is no network.
+      make: makes the builder; None: it is that of `builder_of`.
 
     Raises:
       ModuleNotFoundError: tensorflow-datasets is not installed.
@@ -104,7 +106,7 @@ def columns(
     config = library(name, instead).download.DownloadConfig(force_checksums_validation=True)
     found: list[list[Any]] = [[] for _ in wanted]
     try:
-        builder = builder_of(name, data_dir)
+        builder = make() if make else builder_of(name, data_dir)
         if not builder.is_prepared():
             # Without a network tensorflow-datasets retries for minutes, so ask first.
             with contextlib.suppress(urllib.error.HTTPError):

@@ -335,7 +335,8 @@ class dsa(IndexedChoice, AttentionOp):
             dropped_weights = weights * kept.astype(weights.dtype)
         mean_weights, learnt = lax.stop_gradient(weights).mean(axis=1), x.mask
         if (size := self.indexer.block_size) > 1:  # what is seen in any case has no score
-            learnt &= x.key // size <= newest_block(position, size)[..., None]
+            block = x.key // size
+            learnt &= block <= newest_block(position, size)[..., None]
             mean_weights = jnp.where(learnt, mean_weights, 0)
             mean_weights /= nonzero(mean_weights.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
