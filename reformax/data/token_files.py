@@ -42,7 +42,7 @@ _Count = Annotated[int, Bounds(0, 2**60)]
 _FIELDS = {
     "settings": dict,
     "files": Mapping[str, str],
-    "said": Sequence[str],
+    "notes": Sequence[str],
     "of": Sequence[str],
     "splits": Mapping[str, Sequence[dict]],
 }
@@ -72,7 +72,7 @@ def load(folder: Path) -> documents.Source:
     """
     found = _text_manifest(folder)
     texts = {s: documents.Text(*_arrays(folder, x)) for s, x in found["splits"].items()}
-    notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["said"]]
+    notes = ["".join(c if c.isprintable() else "?" for c in line) for line in found["notes"]]
     for array in (array for text in texts.values() for array in text if array is not None):
         for part in array.parts:
             file, expected = Path(part.path), part.n * array.dtype.itemsize
@@ -234,7 +234,7 @@ def prepare(
                 splits[split] = joined.join_shards(partial, of_split, SHARD)
             texts = {split: documents.Text(*_arrays(partial, x)) for split, x in splits.items()}
             documents.check_joined(found.root, found, texts)
-        source = {"files": dict(found.files), "said": list(found.notes), "of": [str(found.root)]}
+        source = {"files": dict(found.files), "notes": list(found.notes), "of": [str(found.root)]}
         return {"settings": dict(settings), **source, "splits": splits}
 
     return shard_folders.made_whole(folder, key, make)

@@ -384,7 +384,7 @@ def test_a_strangers_manifest_names_no_other_file(tmp_path, name, fails_in_one_l
         text.text(tmp_path / "made")
 
 
-WHOLE_FIELDS = [("settings", {}), ("said", []), ("of", []), ("crc", 5)]
+WHOLE_FIELDS = [("settings", {}), ("notes", []), ("of", []), ("crc", 5)]
 
 
 @pytest.mark.parametrize("value", [None, "DEL", 5, "x", [], {}, 10**30, [[1, 2]]])
@@ -392,7 +392,7 @@ def test_a_manifest_with_other_fields_is_told(value, tmp_path, fails_in_one_line
     made = _prepared(tmp_path)
     path, whole = made / shard_folders.MANIFEST, (made / shard_folders.MANIFEST).read_text()
     for *fields, last in (
-        *([name] for name in ("settings", "files", "said", "of", "splits")),
+        *([name] for name in ("settings", "files", "notes", "of", "splits")),
         *(["splits", "train", 0, name] for name in ("n", "begins", "crc")),
     ):
         manifest = json.loads(whole)
