@@ -171,7 +171,9 @@ def test_a_broken_stream_is_told_once_on_the_other(monkeypatch, name, other, cal
     assert str(ERRORS[error]) in whole.getvalue()
 
 
-@pytest.mark.parametrize("out, err", [("write", "whole"), ("whole", "isatty"), (None, None)])
+@pytest.mark.parametrize(
+    "out, err", [("write", "whole"), ("whole", "write"), ("flush", "isatty"), (None, None)]
+)
 def test_broken_streams_cost_no_line(tmp_path, monkeypatch, wanted, out, err):
     for name, call in (("stdout", out), ("stderr", err)):
         monkeypatch.setattr(sys, name, call and Broken(call, ERRORS["disk"]))
