@@ -84,7 +84,6 @@ def columns(
     wanted: Sequence[str],
     url: str,
     instead: str,
-    data_dir: str | os.PathLike | None = None,
     make: Callable[[], tfds.core.DatasetBuilder] | None = None,
 ) -> list[list[Any]]:
     """Features of all examples of a split, each a list in the dataset's order.
@@ -92,12 +91,12 @@ def columns(
     The dataset is prepared if that was not done before.
 
     Args:
-      name, data_dir: as in `builder_of`.
+      name: as in `builder_of`.
       split: the dataset's own name of the split, or a part of it such as 'train[:90%]'.
       wanted: the features.
       url: the source of the data, or of the greater part.
       instead: the advice of the error where there is no network.
-      make: makes the builder; None: it is that of `builder_of`.
+      make: makes the builder; None: it is `builder_of(name)`.
 
     Raises:
       ModuleNotFoundError: tensorflow-datasets is not installed.
@@ -106,7 +105,7 @@ def columns(
     config = library(name, instead).download.DownloadConfig(force_checksums_validation=True)
     found: list[list[Any]] = [[] for _ in wanted]
     try:
-        builder = make() if make else builder_of(name, data_dir)
+        builder = make() if make else builder_of(name)
         if not builder.is_prepared():
             # Without a network tensorflow-datasets retries for minutes, so ask first.
             with contextlib.suppress(urllib.error.HTTPError):

@@ -92,10 +92,9 @@ def load(
     tfds_builders.library(dataset, "choose text_pairs.text_pairs for sentences in files")
     url = URL.format(year=dataset.partition("_")[0])
     instead = f"run `tfds build {dataset}` where there is a network and pass --data_dir=its folder"
-    found = tfds_builders.columns(dataset, _TFDS_SPLITS[split], languages, url, instead, data_dir)
-    for (
-        column
-    ) in found:  # in place, as the bytes of millions of sentences are no small part of memory
+    make = functools.partial(tfds_builders.builder_of, dataset, data_dir)
+    found = tfds_builders.columns(dataset, _TFDS_SPLITS[split], languages, url, instead, make)
+    for column in found:  # in place, as the bytes of millions of sentences are much of the memory
         for i, sentence in enumerate(column):
             column[i] = sentence.decode()
     sources, targets = found
