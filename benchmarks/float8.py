@@ -4,8 +4,8 @@
 
 prints a table for each number of tokens a step. The model is a TransformerLM of 24 layers of 2,048
 with flash attention and a vocabulary of 50,304, on rows of 4,096 random tokens, without dropout. A
-step is forward, backward and AdamW. Steps of 16,384 tokens have a loop over layers that keeps all
-activations; those of 65,536 have layers unrolled and attention kept.
+step is forward, backward and AdamW, with layers unrolled and all activations kept. Steps of 65,536
+tokens have four micro-batches. They take 48 GiB.
 
 Rows are dtype="bfloat16", and dtype="float8" with scales found at once and delayed ones
 (layers/float8.py). They take turns of ten steps in a row, each alone on the device, in one order
@@ -15,6 +15,7 @@ prints the reason.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -35,14 +36,12 @@ ROWS = {
     "float8": dict(dtype="float8"),
     "float8, amax_history=16": dict(dtype="float8", amax_history=16),
 }
-# Of a step, and what else the model is given.
 LARGE = Shape(2048, 24, 16, batch=4, length=4096, vocab_size=50_304, masked=False)
 TINY = Shape(32, 2, 2, batch=2, length=16, vocab_size=50, masked=False)
-KEPT = dict(remat_policy="all")
-UNROLLED = dict(remat_policy="attention", scan_layers=False)
+# Of a step, and its micro-batches.
 STEPS = {
-    "tiny": [(TINY, KEPT), (TINY._replace(batch=8), UNROLLED)],
-    "gpu": [(LARGE, KEPT), (LARGE._replace(batch=16), UNROLLED)],
+    "tiny": [(TINY, 1), (TINY._replace(batch=8), 4)],
+    "gpu": [(LARGE, 1), (LARGE._replace(batch=16), 4)],
 }
 STEPS["cpu"] = STEPS["tiny"]
 
@@ -59,26 +58,30 @@ def model(shape: Shape, options: dict[str, Any]) -> TransformerLM:
         n_heads=shape.n_heads,
         attention_type=flash.flash(),
         dropout=0.0,
+        remat_policy="all",
+        scan_layers=False,
         **options,
     )
 
 
-def training_step(shape: Shape, options: dict[str, Any]) -> TrainingStep:
-    """A step of a model with these options."""
-    return TrainingStep(model(shape, options), optimizer.adamw(learning_rate=1e-4), shape)
+def training_step(shape: Shape, accumulate: int, options: dict[str, Any]) -> TrainingStep:
+    """A step of a model with these options, in so many micro-batches."""
+    adamw = optimizer.adamw(learning_rate=1e-4)
+    return TrainingStep(model(shape, options), adamw, shape, accumulate)
 
 
 Results = dict[str, TrainingStep | Exception]  # what failed is its exception
 
 
-def measure(shape: Shape, options: dict[str, Any], repeats: int) -> Results:
+def measure(shape: Shape, accumulate: int, repeats: int) -> Results:
     """The rows' steps: traced one by one, compiled together, and run in turns."""
-    results = attempt_each(lambda row: training_step(shape, options | row), ROWS)
+    results = attempt_each(functools.partial(training_step, shape, accumulate), ROWS)
     results = attempt_each(methodcaller("compile"), results, COMPILERS)
-    results = attempt_each(methodcaller("warm_up"), results)
+    results = attempt_each(lambda step: step.warm_up().release(), results)
     for turn in range(repeats):
         order = reversed(list(results)) if turn % 2 else list(results)
-        results |= attempt_each(methodcaller("turn"), {name: results[name] for name in order})
+        turns = {name: results[name] for name in order}
+        results |= attempt_each(lambda step: step.turn().release(), turns)
     return results
 
 
@@ -107,14 +110,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "only the tables of so many tokens a step"
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=text)
     args = parser.parse_args(argv)
-    steps = {shape.tokens: (shape, own) for shape, own in command_line.of_size(STEPS, args.tiny)}
+    steps = {shape.tokens: (shape, n) for shape, n in command_line.of_size(STEPS, args.tiny)}
     if wrong := set(args.tokens or ()) - steps.keys():
         parser.error(f"--tokens has {wrong}: expected some of {set(steps)}")
     failed = []
     for tokens in args.tokens or steps:
-        shape, options = steps[tokens]
-        results = measure(shape, options, args.repeats)
-        print_table(results, f"{shape}, {options}")
+        shape, accumulate = steps[tokens]
+        results = measure(shape, accumulate, args.repeats)
+        print_table(results, f"{shape}, micro-batches: {accumulate}")
         failed += [name for name, known in results.items() if isinstance(known, Exception)]
         del results  # the states of this table's rows, before those of the next
     exit_if(failed)

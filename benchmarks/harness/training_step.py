@@ -67,7 +67,13 @@ class TrainingStep:
     first_loss: float
     seconds: list[float]
 
-    def __init__(self, model: Any, optimizer: optax.GradientTransformation, shape: Shape):
+    def __init__(
+        self,
+        model: Any,
+        optimizer: optax.GradientTransformation,
+        shape: Shape,
+        accumulate: int = 1,
+    ):
         """Traces the step. The first state is made after it is compiled, which takes memory too."""
         mesh, size = mesh_lib.make({}, jax.devices()[:1]), (shape.batch, shape.length)
         self.shape, self.seconds, self._key = shape, [], jax.random.PRNGKey(0)
@@ -85,7 +91,7 @@ class TrainingStep:
         counted = jax.random.bernoulli(of_weights, MASKED if shape.masked else 1.0, size)
         batch = (tokens, targets, counted.astype(jnp.float32))
         self._batch = jax.device_put(batch, devices.over_tokens(mesh))
-        step = step_lib.step_fn(model, optimizer, mesh)
+        step = step_lib.step_fn(model, optimizer, mesh, accumulate=accumulate)
         self._lowered = step.lower(state, self._batch, self._key)
 
     def compile(self) -> TrainingStep:
@@ -100,10 +106,17 @@ class TrainingStep:
 
     def turn(self) -> TrainingStep:
         """Notes the mean time of `IN_A_ROW` steps, after two that warm the device."""
+        if self._state is None:
+            self._state = self._init(self._key)
         self.take(2)
         start = time.perf_counter()
         self.take(IN_A_ROW)
         self.seconds.append((time.perf_counter() - start) / IN_A_ROW)
+        return self
+
+    def release(self) -> TrainingStep:
+        """Frees the state, so that another step's fits; the next turn begins with a first one."""
+        self._state = None
         return self
 
     def take(self, n: int) -> float:
