@@ -1,5 +1,6 @@
 """The share of a model's attention weight that an op's plan covers: `benchmarks.recall --run`."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,7 @@ from benchmarks.harness import choices, coverage
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.models import TransformerLM
-from reformax.ops import dense, dsa, linear, linformer, lsh, nsa, routing, shared_qk, smyrf
+from reformax.ops import dense, dsa, linear, linformer, local, lsh, nsa, routing, shared_qk, smyrf
 from reformax.ops.indexing.candidates import Coded, Pooled
 from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
@@ -105,6 +106,41 @@ def test_heads_that_share_keys_are_read_apart():
     assert layer.k.shape == layer.q.shape and np.array_equal(layer.k[:, :, 0], layer.k[:, :, 1])
     of_best = coverage.found(3, layer, rng)
     assert len(set(of_best.weight.tolist())) == 4 and np.all(of_best.weight < 0.999)
+
+
+def test_a_layer_has_the_weights_of_its_repeat():
+    """A callback takes queries and keys alone.
+
+    Of a callback that takes slices of a stack's weights XLA makes a fusion with a token, at which
+    it aborts for NVIDIA GPUs ("Check failed: shape.IsArray() || shape.IsTuple()").
+    """
+    op = dsa.dsa(top_k=6, n_index_heads=2, d_index=8)
+    model = TransformerLM(
+        vocab_size=16,
+        d_model=16,
+        d_ff=16,
+        n_heads=4,
+        n_layers=4,
+        attention_type=(local.local(chunk_len=4), op),
+        dropout=0.0,
+        mode="eval",
+    )
+    tokens, rng = jax.random.randint(jax.random.key(1), (1, 24), 1, 16), jax.random.key(0)
+    params = plain.init(model, tokens.shape)
+    layers = coverage.layers(model, params, tokens, rng, (dsa.dsa,))
+    assert [layer.number for layer in layers] == [1, 3]
+    stacked = params["stack"]["block_1"]["attention"]["op"]
+    for repeat, layer in enumerate(layers):
+        for name in ("query", "key", "weight"):
+            assert np.array_equal(layer.params[name], stacked[name][repeat])
+    assert not np.array_equal(layers[0].q, layers[1].q)
+
+    watched = dataclasses.replace(
+        model, attention_type=(model.attention_type[0], coverage._watched(op, []))
+    )
+    program = str(jax.make_jaxpr(watched.features)(params, tokens, rng=rng))
+    taken = re.findall(r"debug_callback\[.*?\]((?: \w+)+)", program, re.DOTALL)
+    assert taken and {len(names.split()) for names in taken} == {2}
 
 
 def test_what_an_op_cannot_show_is_said():
