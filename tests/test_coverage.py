@@ -1,8 +1,12 @@
 """The share of a model's attention weight that an op's plan covers: `benchmarks.recall --run`."""
 
+import dataclasses
 import re
+import subprocess
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,12 +15,13 @@ from benchmarks.harness import choices, coverage
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.models import TransformerLM
-from reformax.ops import dense, dsa, linear, linformer, lsh, nsa, routing, shared_qk, smyrf
+from reformax.ops import dense, dsa, linear, linformer, local, lsh, nsa, routing, shared_qk, smyrf
 from reformax.ops.indexing.candidates import Coded, Pooled
 from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.layers import plain
 from tests.ops.rows import ROWS, Shape, except_self
+from tools import described
 
 LENGTH = 40
 
@@ -105,6 +110,83 @@ def test_heads_that_share_keys_are_read_apart():
     assert layer.k.shape == layer.q.shape and np.array_equal(layer.k[:, :, 0], layer.k[:, :, 1])
     of_best = coverage.found(3, layer, rng)
     assert len(set(of_best.weight.tolist())) == 4 and np.all(of_best.weight < 0.999)
+
+
+INDEXED = TransformerLM(
+    vocab_size=16,
+    d_model=16,
+    d_ff=16,
+    n_heads=4,
+    n_layers=4,
+    attention_type=(local.local(chunk_len=4), dsa.dsa(top_k=6, n_index_heads=2, d_index=8)),
+    dropout=0.0,
+    mode="eval",
+)
+
+
+def watched():
+    """`INDEXED`, whose second and fourth layer are read."""
+    near, far = INDEXED.attention_type
+    return dataclasses.replace(INDEXED, attention_type=(near, coverage._watched(far, [])))
+
+
+@pytest.mark.slow
+def test_a_layer_has_the_weights_of_its_repeat():
+    tokens, rng = jax.random.randint(jax.random.key(1), (1, 24), 1, 16), jax.random.key(0)
+    params = plain.init(INDEXED, tokens.shape)
+    layers = coverage.layers(INDEXED, params, tokens, rng, (dsa.dsa,))
+    assert [layer.number for layer in layers] == [1, 3]
+    stacked = params["stack"]["block_1"]["attention"]["op"]
+    for repeat, layer in enumerate(layers):
+        for name in ("query", "key", "weight"):
+            assert np.array_equal(layer.params[name], stacked[name][repeat])
+    assert not np.array_equal(layers[0].q, layers[1].q)
+
+
+def compile_read():
+    """Compiles the program that reads layers, for a GPU."""
+    gpu = described.GPUS["h200"]
+    (device,) = described.devices(gpu)
+    with described.assumed(gpu):
+        model = dataclasses.replace(watched(), scan_layers=False)
+        shapes = jax.eval_shape(
+            lambda: (
+                model.init_params(jax.random.key(0), (1, 64)),
+                jnp.zeros((1, 64), jnp.int32),
+                jax.random.key(0),
+            )
+        )
+        whole = jax.sharding.SingleDeviceSharding(device)
+        params, tokens, rng = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+        )
+        lowered = jax.jit(model.features).lower(params, tokens, rng=rng)
+        assert "python_gpu_callback" in lowered.as_text()
+        lowered.compile(compiler_options=described.OPTIONS)
+
+
+@pytest.mark.slow
+def test_what_reads_layers_compiles_for_a_gpu():
+    """Of a callback that takes slices of a stack's weights XLA makes a fusion with a token.
+
+    There it aborts: "Check failed: shape.IsArray() || shape.IsTuple()".
+    """
+    try:
+        described.devices(described.GPUS["h200"])
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    script = "from tests.test_coverage import compile_read as run; run()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_callback_takes_queries_and_keys_alone():
+    """Weights are slices of a stack's, see the test above."""
+    params = jax.eval_shape(lambda: INDEXED.init_params(jax.random.key(0), (1, 24)))
+    shapes = params, jax.ShapeDtypeStruct((1, 24), jnp.int32)
+    program = str(jax.make_jaxpr(watched().features)(*shapes, rng=jax.random.key(0)))
+    taken = re.findall(r"debug_callback\[.*?\]((?: \w+)+)", program, re.DOTALL)
+    assert taken and {len(names.split()) for names in taken} == {2}
 
 
 def test_what_an_op_cannot_show_is_said():

@@ -109,7 +109,7 @@ def assumed(gpu: Gpu) -> Iterator[None]:
     """What is traced within goes by such a GPU: implementations, and Pallas's lowering.
 
     A trace of arrays that lie on no device would be taken from JAX's cache, where another GPU's or
-    this machine's is, so it is cleared before and after.
+    this machine's is, so it is cleared before and after. Callbacks are compiled, and lead nowhere.
 
     Raises:
       NotImplementedError: JAX is older than 0.11, where a kernel is lowered for the GPU there is.
@@ -120,6 +120,14 @@ def assumed(gpu: Gpu) -> Iterator[None]:
         raise NotImplementedError(
             f"JAX {jax.__version__} lowers kernels for the GPU there is alone: JAX 0.11 is needed"
         ) from None
+
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+
+    compile_here = compiler.backend_compile_and_load
+
+    def without_callbacks(*args):  # which no described device could make
+        return compile_here(*args[:-1], [])
 
     capability = gpu.capability
     known = gpu_info.GpuInfo(
@@ -132,6 +140,8 @@ def assumed(gpu: Gpu) -> Iterator[None]:
             (dispatch, "shared_kib", lambda: gpu.shared // 1024),
             (dispatch, "on_hopper", lambda: gpu.capability == "9.0"),
             (gpu_info, "get_gpu_info", lambda: known),
+            (mlir.ModuleContext, "get_backend", lambda self, **_: None),
+            (compiler, "backend_compile_and_load", without_callbacks),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         jax.clear_caches()

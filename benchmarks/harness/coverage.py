@@ -89,22 +89,34 @@ def layers(
     model = dataclasses.replace(model, attention_type=tuple(watched))
     jax.block_until_ready(jax.jit(model.features)(params, tokens, rng=rng))
     jax.effects_barrier()
-    numbers = (n for n in range(model.n_layers) if n % len(ops) in asked)
-    return [Layer(n, ops[n % len(ops)], *known) for n, known in zip(numbers, read, strict=True)]
+    numbers = [n for n in range(model.n_layers) if n % len(ops) in asked]
+    return [
+        Layer(n, ops[n % len(ops)], *known, _own(params["stack"], *divmod(n, len(ops))))
+        for n, known in zip(numbers, read, strict=True)
+    ]
+
+
+def _own(params: Any, repeat: int, i: int) -> Any:
+    """The weights of the op of block `i` in a repeat of a stack's cycle, as NumPy arrays."""
+    own = params[f"block_{i}"]["attention"]["op"]
+    return jax.tree.map(lambda x: np.array(x[repeat]), own)
 
 
 def _watched(op: AttentionOp, read: list) -> AttentionOp:
-    """`op`, each call of which appends queries, keys and weights, as NumPy arrays, to `read`."""
+    """`op`, each call of which appends queries and keys, as NumPy arrays, to `read`.
+
+    It hands out no weights: XLA joins a callback and its slices of a stack's weights to one kernel,
+    and for NVIDIA GPUs it then aborts, at the callback's token.
+    """
 
     class Watched(type(op)):
         def _apply(self, call, params, q, k, v, plan):
             arrays = [x.astype(jnp.float32) for x in (q, *repeat_heads(q, k)) if x is not None]
 
-            def add(params, *arrays):
-                q, k = (*map(np.array, arrays), None)[:2]
-                read.append((q, k, jax.tree.map(np.array, params)))
+            def add(*arrays):
+                read.append((*map(np.array, arrays), None)[:2])
 
-            jax.debug.callback(add, params, *arrays, ordered=True)
+            jax.debug.callback(add, *arrays, ordered=True)
             return super()._apply(call, params, q, k, v, plan)
 
     return Watched(**{field.name: getattr(op, field.name) for field in dataclasses.fields(op)})
