@@ -97,6 +97,26 @@ def test_rotary_turns_each_pair(size):
     np.testing.assert_allclose(rotary(x), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [8, 5])
+def test_the_gradient_of_rotary_is_turned_back(size):
+    """In one pass, without halves that are padded; the tangent is turned as its input is."""
+    d, half = numbers(2, 9, 3, size, seed=2), size // 2
+    x, position = numbers(2, 9, 3, size), np.arange(40, 58).reshape(2, 9)[:, ::-1]
+    angle = position[..., None] * 10_000.0 ** (-np.arange(half) / half)
+
+    def turned(y, sign):
+        z = (y[..., :half] + 1j * y[..., half : 2 * half]) * np.exp(sign * 1j * angle)[:, :, None]
+        return np.concatenate([z.real, z.imag, y[..., 2 * half :]], axis=-1)
+
+    def gradient(x, d):
+        return jax.vjp(lambda x: layers.rotary(x, position), x)[1](d)[0]
+
+    np.testing.assert_allclose(jax.jit(gradient)(x, d), turned(d, -1), atol=1e-5)
+    tangent = jax.jit(lambda x, d: jax.jvp(lambda x: layers.rotary(x, position), (x,), (d,))[1])
+    np.testing.assert_allclose(tangent(x, d), turned(d, 1), atol=1e-5)
+    assert "pad[" not in str(jax.make_jaxpr(gradient)(x, d))
+
+
 def test_rotary_products_depend_on_the_distance_alone():
     q, k = numbers(1, 9, 2, 6), numbers(1, 9, 2, 6, seed=1)
 
