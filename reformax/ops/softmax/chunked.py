@@ -39,7 +39,7 @@ from reformax.ops.masking.visibility import Side, is_token
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import Softmax, lowest
+from reformax.ops.softmax.online import Softmax, lowest, without_nan
 from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 
 # Logits of one order that a CPU computes at a time: 2 MiB of float32.
@@ -485,7 +485,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
     dtype = accum_dtype(q.dtype, v.dtype)
     f32 = dict(preferred_element_type=dtype)
     row_max, row_sum, row_dot = statistics
-    real = row_sum > 0  # a row without visible keys has no gradient
+    real = row_sum != 0  # a row without visible keys has no gradient
     row_max, row_dot = (jnp.where(real, x, 0) for x in (row_max, row_dot))
     inverse_sum = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
     d_out = jnp.where(real[..., None], d_out, 0)
@@ -501,7 +501,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         max_of_row, inverse_of_row, dot = (
             of_hash.at_queries(x)[..., None] for x in (row_max, inverse_sum, row_dot)
         )
-        mask = mask & (inverse_of_row > 0)
+        mask = mask & (inverse_of_row != 0)
         # A visible logit exceeds the maximum by rounding alone.
         capped = chunks.logits.of(LOGITS, queries, keys)
         logits = capped - max_of_row
@@ -517,7 +517,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         d_logits = chunks.logits.scaled(d_logits, q.shape[-1])
         d_logits = jnp.where(mask, d_logits, 0).astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
-        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
+        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, without_nan(queries), **f32)
         (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border is added after the sum, which keeps the bits of short sequences.
