@@ -358,5 +358,5 @@ def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):
         num_warps=n_warps,
         num_stages=n_stages,
         interpret=interpret,
-        name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",
+        name=f"dsa_{getattr(kernel, 'func', kernel).__name__.strip('_').removesuffix('_kernel')}",
     )

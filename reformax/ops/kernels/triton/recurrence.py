@@ -351,24 +351,29 @@ def forward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     order: Int[Array, "B T"] | None = None,
+    initial: Float[Array, "B N H V"] | None = None,
     *,
     keep: bool = False,
     interpret: bool = False,
     groups: int | None = None,
-) -> tuple[Float[Array, "B T N V"], KeptResults]:
-    """The outputs, in the dtype of products' inputs.
+) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B N H V"] | None], KeptResults]:
+    """The outputs, in the dtype of products' inputs, and with `initial` the last state, in float32.
 
     Args:
       x: as in `ops.recurrence.recurrence.recurrence`.
       ids: segments of the rows, those of one segment contiguous.
       order: the position in x of each row; None: rows are positions.
+      initial: the state that the first segment begins with; None: zeros. The chunks are one group
+        with it, so that states come in and go out once.
       keep: whether `backward` follows, which reads the second result.
       interpret: whether to run the kernels on any device, slowly.
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
-    launches = _launches(x, ids, interpret, groups, order)
-    states, values, _, kept = launches.states(launches.solved(keep=keep))
-    return launches.output(states, values)[..., : x.v.shape[3]], kept
+    launches = _launches(x, ids, interpret, groups if initial is None else 1, order)
+    states, values, final, kept = launches.states(launches.solved(keep=keep), _state(initial))
+    size = x.v.shape[3]
+    out = launches.output(states, values)[..., :size]
+    return (out, None if initial is None else final.outer[:, :, 0, :, :size]), kept
 
 
 def backward(
@@ -378,60 +383,28 @@ def backward(
     d_out: Float[Array, "B T N V"],
     order: Int[Array, "B T"] | None = None,
     units: UnitRows | None = None,
+    initial: Float[Array, "B N H V"] | None = None,
+    d_final: Float[Array, "B N H V"] | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
-) -> RecurrenceInputs:
-    """The gradients of `x`, by that of the outputs; with `units`, of queries and keys before them.
+) -> tuple[RecurrenceInputs, Float[Array, "B N H V"] | None]:
+    """The gradients of `x` and of `initial`, by those of the results of `forward`.
 
-    Arguments are as in `forward`.
+    With `units` they are of queries and keys before these. Arguments are as in `forward`.
     """
+    groups = groups if initial is None else 1
     launches = _launches(x, ids, interpret, groups, order, gradient=True)
-    units = units and units._replace(out=_wider(units.out))
-    found, _ = launches.gradients(_wider(d_out), kept, units=units)
-    return found._replace(v=found.v[..., : x.v.shape[3]])
-
-
-def forward_from(
-    x: RecurrenceInputs,
-    initial: Float[Array, "B N H V"],
-    ids: Int[Array, "B T"] | None,
-    *,
-    keep: bool = False,
-    interpret: bool = False,
-) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]], KeptResults]:
-    """`forward` from a state of the first segment, with the state of the last one, in float32.
-
-    The chunks are one group, so that states come in and go out once.
-    """
-    launches = _launches(x, ids, interpret, groups=1)
-    states, values, final, kept = launches.states(launches.solved(keep=keep), _state(initial))
-    size = x.v.shape[3]
-    out = launches.output(states, values)[..., :size].astype(F32)
-    return (out, final.outer[:, :, 0, :, :size]), kept
-
-
-def backward_from(
-    x: RecurrenceInputs,
-    initial: Float[Array, "B N H V"],
-    ids: Int[Array, "B T"] | None,
-    kept: KeptResults,
-    d_out: Float[Array, "B T N V"],
-    d_final: Float[Array, "B N H V"],
-    *,
-    interpret: bool = False,
-) -> tuple[RecurrenceInputs, Float[Array, "B N H V"]]:
-    """The gradients of `x` and of `initial`, by those of the results of `forward_from`."""
-    launches = _launches(x, ids, interpret, groups=1, gradient=True)
-    size = x.v.shape[3]
+    units, size = units and units._replace(out=_wider(units.out)), x.v.shape[3]
     states = dict(initial=_state(initial), d_final=_state(d_final))
-    found, d_initial = launches.gradients(_wider(d_out), kept, **states)
-    return found._replace(v=found.v[..., :size]), d_initial.outer[:, :, 0, :, :size]
+    found, d_initial = launches.gradients(_wider(d_out), kept, units=units, **states)
+    d_initial = None if initial is None else d_initial.outer[:, :, 0, :, :size]
+    return found._replace(v=found.v[..., :size]), d_initial
 
 
-def _state(x: Float[Array, "B N H V"]) -> RecurrenceStates:
+def _state(x: Float[Array, "B N H V"] | None) -> RecurrenceStates | None:
     """A state as that of one group."""
-    return RecurrenceStates(_wider(x.astype(F32))[:, :, None])
+    return None if x is None else RecurrenceStates(_wider(x.astype(F32))[:, :, None])
 
 
 def means(
