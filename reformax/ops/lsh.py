@@ -15,7 +15,8 @@ The file follows the computation:
 
 Which keys a query sees is decided in two steps: the candidates, which are in reach, then the mask.
 
-* in arrays `_keys_in_reach` and `visible_keys` of `softmax/chunked.py`;
+* in arrays `visible_keys` of `softmax/chunked.py`, of `keys_in_reach` of
+  `softmax/chunk_layout.py`;
 * in kernels `over_keys` and `visible` of `ChunkProgram` in `kernels/triton/chunk_programs.py`;
 * in decoding `_visible_to_newest`.
 """
