@@ -68,18 +68,20 @@ class AttentionInputs(NamedTuple):
 
 
 class ListInputs(NamedTuple):
+    """The arrays that a program reads."""
+
     x: IndexerInputs
     attention: AttentionInputs
     chosen: Array  # [B, T, K]
 
 
 class GradientOutputs(NamedTuple):
-    """What a chunk of queries gives.
+    """The gradients by a chunk of queries; of its keys `difference` or `contributions`.
 
     Attributes:
-      queries, weights: the gradients of its own.
-      difference: of which those of the keys are made; or None, and
-      contributions: to the gradient of each key of its lists.
+      queries, weights: the gradients of its index queries and their weights.
+      difference: the gradient of the scaled scores, of which that of the keys is made.
+      contributions: what each query adds to the gradients of the keys of its list.
     """
 
     queries: Array  # [B, Q, J, D]
@@ -88,17 +90,17 @@ class GradientOutputs(NamedTuple):
     contributions: Array | None  # [B, 1, Q, K, D]
 
 
-class ListedKeys(NamedTuple):
+class _ListedKeys(NamedTuple):
     """A tile of a query's list.
 
     Attributes:
-      slot: in the list.
-      exists: whether there is a key.
-      number: of the keys, 0 where there is none.
-      visible: whether it sees them.
-      rows: of the index keys.
-      products: of the index heads with them.
-      scores: of eq. 1.
+      slot: the indices in the list.
+      exists: whether a slot has a key.
+      number: the keys' numbers, 0 where there is none.
+      visible: whether the query sees them.
+      rows: the index keys.
+      products: those of the index heads with them.
+      scores: their scores, eq. 1.
     """
 
     slot: Int[Array, " C"]
@@ -110,15 +112,15 @@ class ListedKeys(NamedTuple):
     scores: Float[Array, " C"]
 
 
-class Heads(NamedTuple):
-    """Heads of a query that share a key head."""
+class _Heads(NamedTuple):
+    """_Heads of a query that share a key head."""
 
     q: Float[Array, "M H"]
     row_max: Float[Array, " M"]
     inverse_sum: Float[Array, " M"]
 
 
-class ListProgram(NamedTuple):
+class _ListProgram(NamedTuple):
     """The program of one query, whose position is 0 where there is none."""
 
     rule: KeyRule
@@ -165,7 +167,7 @@ class ListProgram(NamedTuple):
     def key_head(self, part: Any) -> Any:
         return lax.div(part, jnp.int32(-(-self.group // self.n_rows)))
 
-    def heads(self, part: Any) -> Heads:
+    def heads(self, part: Any) -> _Heads:
         """The attention's heads of a part of a group."""
         q, _, row_max, row_sum, _ = self.inputs.attention
         per_group, key_head = -(-self.group // self.n_rows), self.key_head(part)
@@ -176,9 +178,9 @@ class ListProgram(NamedTuple):
         at = self.batch, head, self.query.position
         row_max, row_sum = (load(ref.at[at], exists, 0.0) for ref in (row_max, row_sum))
         inverse = jnp.where(exists, 1.0 / nonzero(row_sum), 0.0)
-        return Heads(_heads_of(q, self.batch, self.query.position, head, exists), row_max, inverse)
+        return _Heads(_heads_of(q, self.batch, self.query.position, head, exists), row_max, inverse)
 
-    def keys(self, i: Any, heads: tuple[Array, Array]) -> ListedKeys:
+    def keys(self, i: Any, heads: tuple[Array, Array]) -> _ListedKeys:
         """A tile of the list, with the scores of the index heads."""
         x, chosen = self.inputs.x, self.inputs.chosen
         slot = i * LIST_COLUMNS + jnp.arange(LIST_COLUMNS, dtype=jnp.int32)
@@ -193,9 +195,9 @@ class ListProgram(NamedTuple):
         rows = load(*view_rows(keys, self.batch, number, 0, width, visible), 0.0)
         products = matmul(queries, rows, transpose_b=True)
         scores = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=0)
-        return ListedKeys(slot, exists, number, visible, rows, products, scores)
+        return _ListedKeys(slot, exists, number, visible, rows, products, scores)
 
-    def mean_weights(self, keys: ListedKeys, alone: Heads | None) -> Float[Array, " C"]:
+    def mean_weights(self, keys: _ListedKeys, alone: _Heads | None) -> Float[Array, " C"]:
         """The mean of all heads' weights; `alone` is the only part."""
         attention = self.inputs.attention
         n_heads, size = attention.q.shape[2:]
@@ -262,7 +264,7 @@ def _clear_row(difference, batch, row, end) -> None:
     lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
 
 
-def _put_contributions(ref, batch, row, keys: ListedKeys, found: Float[Array, "C D"]) -> None:
+def _put_contributions(ref, batch, row, keys: _ListedKeys, found: Float[Array, "C D"]) -> None:
     """Writes what a tile of the list adds to the gradients of its keys."""
     column = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
     mask = keys.exists[:, None] & (column < ref.shape[4])
@@ -272,10 +274,13 @@ def _put_contributions(ref, batch, row, keys: ListedKeys, found: Float[Array, "C
 
 def lists_kernel(
     inputs: ListInputs, out: GradientOutputs, *, rule: KeyRule, barrier: Callable[[], None]
-):
-    """The gradients of a query's index heads, and what it adds to those of its keys."""
+) -> None:
+    """The gradients of a query's index heads, and what it adds to those of its keys.
+
+    `barrier` is between the zeros of a row and what is written over them.
+    """
     row, batch = pl.program_id(0), pl.program_id(1)
-    program = ListProgram.located(rule, inputs, row, batch)
+    program = _ListProgram.located(rule, inputs, row, batch)
     scale = inputs.x.softmax_scale
     if out.difference is not None:
         end = program.tiles.end(lax.div(row, jnp.int32(ROWS))) * COLUMNS
