@@ -295,7 +295,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         if not self.chooses_keys:
             raise Unsupported(
-                f"op is {self}: it chooses no keys of one softmax, use one whose chooses_keys is "
+                f"op is {self}: it chooses no keys of one softmax, use an op whose chooses_keys is "
                 "True, such as lsh.lsh()"
             )
         given = params, q, k, v, call.get("extra_projections")
@@ -324,7 +324,8 @@ class AttentionOp(ArrayCalls, LogitOptions):
         `dtype` is that of the queries, keys and values.
         """
         raise Unsupported(
-            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
+            f"op is {self.name}: it carries no state, use an op whose carries_state is True, such "
+            "as kda.kda()"
         )
 
     @final
@@ -346,7 +347,8 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
         Raises:
           ValueError: the state is of other sizes, or a segment is not contiguous.
-          Unsupported: the algorithm carries no state, or a kernel is asked for.
+          Unsupported: the algorithm carries no state.
+          NotImplementedError: its kernel cannot compute the call.
         """
         check_part(self, "state", state, segment_ids, q, v)
         given = dict(segment_ids=segment_ids, shard=shard, extra_projections=extra_projections)
@@ -498,10 +500,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
         raise NotImplementedError(f"{self.name} has no _apply_from")
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
-        raise NotImplementedError(f"{self.name} cannot decode")
+        raise Unsupported(
+            f"op is {self}: it cannot decode, use an op whose decoding is not 'no', such as "
+            "lsh.lsh()"
+        )
 
     def _step(self, call: Call, params, q, k, v, cache) -> tuple[Float[Array, "B 1 N V"], Any]:
-        raise NotImplementedError(f"{self.name} cannot decode")
+        raise NotImplementedError(f"{self.name} has no _step")
 
     def _read_on(self, call: Call, params, q, k, v, cache) -> tuple[Array, Any, Any]:
         if self.carries_state:
