@@ -11,9 +11,9 @@ from reformax.declared import SettingError
 from reformax.ops import dsa
 from reformax.ops.indexing import streaming
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
-from reformax.ops.indexing.indexer import Indexed, Indexer
+from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import IndexQueries, scores_of_gathered
+from reformax.ops.indexing.scores import Indexed, IndexQueries, scores_of_gathered
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.precision import MAX_INDEX, rounded
 
