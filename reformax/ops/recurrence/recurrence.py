@@ -252,20 +252,20 @@ def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, initi
     if unit_length:  # the queries and keys before are not kept
         given, units = with_factors(given)
         inputs = inputs._replace(q=given.q, k=given.k)
-    results, kept = kernel.forward(given, ids, order, begins, keep=True, interpret=interpret)
+    results, of_kernels = kernel.forward(given, ids, order, begins, keep=True, interpret=interpret)
     units = units and units._replace(out=results[0])
-    return results, (inputs, initial, segment_ids, kept, units)
+    return results, (inputs, initial, segment_ids, of_kernels, units)
 
 
 def _backward(size: int, interpret: bool | None, unit_length: bool, residuals, d_results):
     residuals, (d_out, d_final) = first_order((residuals, d_results))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, initial, segment_ids, kept, units = lax.optimization_barrier(residuals)
+    inputs, initial, segment_ids, of_kernels, units = lax.optimization_barrier(residuals)
     order, ids = _order(initial, segment_ids)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        given = inputs, ids, kept, d_out, order, units, initial, d_final
+        given = inputs, ids, of_kernels, d_out, order, units, initial, d_final
         gradients = kernel.backward(*given, interpret=interpret)
     else:
         x = _chunked(size, inputs, initial, order, ids)

@@ -78,7 +78,7 @@ from reformax.ops.softmax.online import nonzero
 # this many pairs of a tile with one head; those of an indexer cost as much as 8 heads.
 LISTED_COST, INDEXER_HEADS = 128, 8
 # The keys to a listed one from which on contributions of lists take less than a visit of all pairs:
-# 128 bytes written and read and a place in a sort, at about 0.12 ns, against 3 ps.
+# 128 bytes written and read and an entry of a sort, at about 0.12 ns, against 3 ps.
 SUMMED_COST = 64
 # The widest heads of tiles of more keys, which read queries less often.
 NARROW = 128

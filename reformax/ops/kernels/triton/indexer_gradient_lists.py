@@ -113,7 +113,7 @@ class _ListedKeys(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """_Heads of a query that share a key head."""
+    """Heads of a query that share a key head."""
 
     q: Float[Array, "M H"]
     row_max: Float[Array, " M"]
