@@ -59,10 +59,9 @@ from reformax.ops.masking.contiguous import first_of_segment
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
-from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, best_of
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
-from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.masked import softmax_over
