@@ -17,6 +17,7 @@ from reformax.data.checks import check_sizes, check_windows, of_split
 from reformax.data.lengths import Lengths, Range, check_enough, ranges
 from reformax.data.stored import crc32_of, windows_of
 from reformax.data.windows import (
+    WindowDraw,
     Windows,
     range_starts,
     range_windows,
@@ -200,15 +201,15 @@ def language_model(
             )
         segments = segments_of("train") if document_mask else None
         borders = borders_of("train") if where == "documents" else None
-        request = seed, step, batch_size, length, rows
+        draw = WindowDraw(borders, len(data), seed, step, batch_size, length, rows)
         if lengths is None:
-            starts, scored_from = window_starts(where, borders, len(data), *request)
+            starts, scored_from = window_starts(where, draw)
             tokens = windows_of(data, starts, length)
             ids = None if segments is None else segment_ids_of(segments, starts, length)
         else:
             found = ranges_of_train()
             check_enough(found, lengths, length)
-            drawn = range_starts(found, lengths, borders, len(data), *request)
+            drawn = range_starts(found, lengths, draw)
             tokens, ids = range_windows(found, *drawn, data, segments, length)
             scored_from = np.zeros(len(tokens), np.int64)
         tokens = tokens.astype(np.int32) + offset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
@@ -16,26 +16,32 @@ from reformax.data.stored import windows_of
 Windows = Literal["anywhere", "documents", "each_once"]
 
 
-def window_starts(
-    where: Windows,
-    borders: Int64[np.ndarray, " d"] | None,
-    n: int,
-    seed: int,
-    step: int,
-    batch_size: int,
-    length: int,
-    rows: np.ndarray | slice,
-) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
-    """Where training windows of a text begin, and from which of their tokens on they are targets.
+class WindowDraw(NamedTuple):
+    """The windows that a process draws for a step.
 
-    Args:
-      where: which of the three ways.
-      borders: the tokens, by position, that documents begin with, sorted; of 'documents' alone.
+    Attributes:
+      borders: the tokens, by position, that documents begin with, sorted; None: windows begin
+        anywhere.
       n: tokens of the text, at least `length`.
       seed, step: of the draws.
       batch_size, length: rows of the batch, and tokens of one.
       rows: the rows that are drawn, by number.
     """
+
+    borders: Int64[np.ndarray, " d"] | None
+    n: int
+    seed: int
+    step: int
+    batch_size: int
+    length: int
+    rows: np.ndarray | slice
+
+
+def window_starts(
+    where: Windows, draw: WindowDraw
+) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+    """Where training windows begin, and from which of their tokens on they are targets."""
+    borders, n, seed, step, batch_size, length, rows = draw
     rng = generator(seed, step)
     if where == "each_once":
         return each_once(n, length, seed, step * batch_size + np.arange(batch_size)[rows])
@@ -120,31 +126,20 @@ def _starts_within(begin, end, length: int, positions, back) -> Int64[np.ndarray
 
 
 def range_starts(
-    found: Sequence[Range],
-    lengths: Lengths,
-    borders: Int64[np.ndarray, " d"] | None,
-    n: int,
-    seed: int,
-    step: int,
-    batch_size: int,
-    length: int,
-    rows: np.ndarray | slice,
+    found: Sequence[Range], lengths: Lengths, draw: WindowDraw
 ) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
     """The range of lengths of each row, and where in the range's text its window begins.
 
     Args:
       found: the ranges of the text.
       lengths: how often a row is of each.
-      borders: where documents begin, by which windows begin; None: windows begin anywhere.
-      n: tokens of the text.
-      seed, step: of the draws.
-      batch_size, length: rows of the batch, and tokens of one.
-      rows: the rows that are drawn, by number.
+      draw: the windows.
     """
+    borders, n, seed, step, batch_size, length, rows = draw
     rng = generator(seed, step)
-    # The stream after the step's is a mixture's own.
-    draw = np.random.Generator(rng.bit_generator.jumped(2))
-    chosen = draw.choice(len(found), size=batch_size, p=lengths.shares())
+    # A mixture draws from the stream after the step's.
+    of_ranges = np.random.Generator(rng.bit_generator.jumped(2))
+    chosen = of_ranges.choice(len(found), size=batch_size, p=lengths.shares())
     sizes = np.array([len(one) for one in found])[chosen]
     if borders is None:
         return chosen[rows], rng.integers(sizes - length + 1)[rows]

@@ -45,7 +45,7 @@ from reformax.ops.decoding.sorted_order import (
     with_bucket,
 )
 from reformax.ops.hashing.alignment import aligned_orders
-from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
+from reformax.ops.hashing.angular import AngularHashing, hash_by
 from reformax.ops.hashing.centring import centred
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket
 from reformax.ops.lsh import Buckets, HashCount
@@ -220,18 +220,17 @@ class asymmetric_lsh(SortedByHash):
 
     @property
     def _hashing(self) -> QueryKeyHash:
-        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
-        return CentredAngularHash(
-            AngularHashing(factors, self.chunk_len, None), self.n_hashes, self.impl
-        )
+        hashing = AngularHashing.of(self.n_buckets, self.chunk_len)
+        return CentredAngularHash(hashing, self.n_hashes, self.impl)
 
     @property
     def _chunks(self) -> ChunkSizes:
         return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
 
     def _check(self) -> None:
+        """Raises `SettingError` for a wrong `n_buckets`."""
         super()._check()
-        _ = self._hashing.hashing
+        AngularHashing.of(self.n_buckets, self.chunk_len)
 
 
 def _crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:

@@ -17,38 +17,24 @@ from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Unsupported
-from reformax.ops.calls.arguments import (
-    check_arguments,
-    check_part,
-    check_read,
-    checked_params,
-    checked_state,
-)
+from reformax.ops.calls.arguments import check_part, check_read
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import options
 from reformax.ops.decoding import reading
-from reformax.ops.masking.given_masks import checked_mask
-from reformax.ops.masking.masks import (
-    SegmentIds,
-    int32_ids,
-    int32_or_bool_ids,
-    says_one_segment,
-    tokens_before,
-)
+from reformax.ops.masking.masks import int32_ids, says_one_segment
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.sharding import queries
+from reformax.ops.sharding.array_calls import ArrayCalls
 from reformax.ops.sharding.borders import Reach
-from reformax.ops.sharding.compiled import compiled, compiled_from, explained
-from reformax.ops.sharding.placement import CallArrays
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, weight_rows
 from reformax.ops.softmax.logit_options import LogitOptions
@@ -57,7 +43,7 @@ op = options  # the decorator of an algorithm: its options are the fields of a d
 
 
 @options
-class AttentionOp(LogitOptions):
+class AttentionOp(ArrayCalls, LogitOptions):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
     `plan` chooses the keys that each query may attend to, and `apply` attends to them. A reversible
@@ -80,31 +66,26 @@ class AttentionOp(LogitOptions):
         keys.
       causality: the values of `causal` that a call may have: "either", "only" True (it cannot show
         the future) or "never" True (it cannot hide it). Calls are checked by it.
-      cross: queries and keys may come from different sequences. `CrossAttention` asks.
-      bias: it can add a given bias to the logits. Layers with a `position_bias` ask.
-      dropout: it makes attention weights, which can be dropped. Layers with a rate ask.
-      packed: it tells segments apart; False: a row has one, besides padding. Models of packed rows
-        ask.
-      plan_needs: what `plan` is made of: "nothing" (the same keys are seen whatever they hold),
-        "inputs" (queries and keys), or "rng" (also numbers that it draws). Devices make no plan of
-        the first; layers give the last an rng.
+      cross: queries and keys may come from different sequences, as `CrossAttention` needs.
+      bias: it can add a given bias to the logits, as layers with a `position_bias` need.
+      dropout: it makes attention weights, which can be dropped.
+      packed: it tells segments apart, as packed rows need; False: a row has one, besides padding.
+      plan_needs: what `plan` reads: "nothing" (the same keys are seen whatever they hold), "inputs"
+        (queries and keys), or "rng" (random numbers too).
       reuses: its plan is that of an op before it in the cycle of layers, which `may_reuse` names.
-        Stacks pass it on, and in decoding `newest_choice` of the other's cache as `step(chosen=)`.
-      never_sees_itself: a position never sees itself. Layers with `next_value` ask.
+        In decoding `step(chosen=)` takes `newest_choice` of the other's cache.
+      never_sees_itself: a position never sees itself, as layers with `next_value` need.
       local: how far a position sees does not grow with the length. Models with
         `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
-      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global. Layers ask.
-      shards: what devices may have a part of: () nothing, "heads" or "key heads", which are heads
-        in whole groups that share keys, "sequence", of which a `Shard` names the axis, and
-        "queries", of which it does too: the op gathers their keys (`sharding.queries`).
-        `layers.context` asks, and calls of arrays on an explicit mesh.
+      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global.
+      shards: what devices may have a part of: () nothing, "heads", "key heads" (heads in whole
+        groups that share keys), "sequence", or "queries", whose keys the op gathers
+        (`sharding.queries`). Of the last two a `Shard` names the axis.
       gated: it gates its own output. Models with `attention_gate` add no second gate.
-      chooses_keys: it is one softmax over keys that its plan chooses, whose `kept_mass` layers
-        report.
+      chooses_keys: it is one softmax over keys that its plan chooses, with a `kept_mass`.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
-        `layers.Attention` asks.
-      divides_cache: `step` and `read_on` take a cache whose positions a mesh axis divides, as
-        `decoding.reading` says. Layers ask.
+      divides_cache: `step` and `read_on` take a cache whose positions a mesh axis divides
+        (`decoding.reading`).
     """
 
     shared_qk: ClassVar[bool] = False
@@ -314,7 +295,7 @@ class AttentionOp(LogitOptions):
         """
         if not self.chooses_keys:
             raise Unsupported(
-                f"op is {self}: it chooses no keys of one softmax, use one whose chooses_keys is "
+                f"op is {self}: it chooses no keys of one softmax, use an op whose chooses_keys is "
                 "True, such as lsh.lsh()"
             )
         given = params, q, k, v, call.get("extra_projections")
@@ -343,7 +324,8 @@ class AttentionOp(LogitOptions):
         `dtype` is that of the queries, keys and values.
         """
         raise Unsupported(
-            f"op is {self.name}: it carries no state; use a recurrence, such as kda.kda()"
+            f"op is {self.name}: it carries no state, use an op whose carries_state is True, such "
+            "as kda.kda()"
         )
 
     @final
@@ -365,7 +347,8 @@ class AttentionOp(LogitOptions):
 
         Raises:
           ValueError: the state is of other sizes, or a segment is not contiguous.
-          Unsupported: the algorithm carries no state, or a kernel is asked for.
+          Unsupported: the algorithm carries no state.
+          NotImplementedError: its kernel cannot compute the call.
         """
         check_part(self, "state", state, segment_ids, q, v)
         given = dict(segment_ids=segment_ids, shard=shard, extra_projections=extra_projections)
@@ -517,10 +500,13 @@ class AttentionOp(LogitOptions):
         raise NotImplementedError(f"{self.name} has no _apply_from")
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
-        raise NotImplementedError(f"{self.name} cannot decode")
+        raise Unsupported(
+            f"op is {self}: it cannot decode, use an op whose decoding is not 'no', such as "
+            "lsh.lsh()"
+        )
 
     def _step(self, call: Call, params, q, k, v, cache) -> tuple[Float[Array, "B 1 N V"], Any]:
-        raise NotImplementedError(f"{self.name} cannot decode")
+        raise NotImplementedError(f"{self.name} has no _step")
 
     def _read_on(self, call: Call, params, q, k, v, cache) -> tuple[Array, Any, Any]:
         if self.carries_state:
@@ -539,95 +525,3 @@ class AttentionOp(LogitOptions):
 
     def _replace_value(self, cache, v, position):
         raise NotImplementedError(f"{self.name} cannot replace a value")
-
-    @final
-    def __call__(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S G H"] | None,
-        v: Float[Array, "B S G V"],
-        *,
-        causal: bool = False,
-        segment_ids: SegmentIds | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None = None,
-        bias: Float[Array, "#B #N #T #S"] | None = None,
-        dropout: float = 0.0,
-        dropout_rate: float = 0.0,
-        rng: PRNGKeyArray | None = None,
-        train: bool = True,
-        params: Any = (),
-        extra_projections: dict[str, Float[Array, "B T _ _"]] | None = None,
-        global_tokens: Int[Array, "B T"] | None = None,
-        initial_state: Any = None,
-        return_state: bool = False,
-    ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Any]:
-        """Plans and applies in one call.
-
-        Outside of `jax.jit` it compiles once for an op, its settings and the shapes.
-
-        Args:
-          q: queries; a shared-QK algorithm makes its keys of them.
-          k: keys; None for a shared-QK algorithm. Each of G heads serves N / G heads of queries.
-          v: values, of as many heads as the keys.
-          causal: whether a position sees only itself and what came before it.
-          segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
-            that each row is one segment besides its padding.
-          lengths: the number of tokens of each row, which padding follows: the cheapest way
-            to say so. Arrays must be finite at padding. Queries and keys are of one length. Within
-            `jax.jit` a number out of range is clipped.
-          mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
-            segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
-            algorithm with `bias`; an axis of size 1 is broadcast.
-          bias: added to the logits after they are scaled; an axis of size 1 is broadcast.
-          dropout: the rate at which attention weights are dropped.
-          dropout_rate: refused above 0. flax's modules pass it, and an rng by another name;
-            `reformax.flax.attention_fn` takes both.
-          rng: the source of hashes and of dropout.
-          train: False selects the algorithm's settings for evaluation; `dropout` is as given.
-          params: the algorithm's own weights, from its `init`.
-          extra_projections: the further projections that the algorithm reads, by name.
-          global_tokens: above 0 for global tokens, for an algorithm with `global_tokens`.
-          initial_state: of the positions before, which it goes on from in the segment of a row's
-            first token; None: no positions were before. Cut packed rows inside a segment, or make
-            the state of rows that begin anew zeros. With a state, rows whose segments are not
-            contiguous are refused, and NaN where ids are traced by `jax.jit`.
-          return_state: whether to return the last position's state too.
-
-        Returns:
-          The attended values in the dtype of `v`; zeros for a row that sees nothing; and the state.
-
-        Raises:
-          ValueError: an argument's shape does not fit, or an rng is needed and missing.
-          NotImplementedError: the algorithm cannot do what is asked.
-        """
-        if dropout_rate > 0.0:
-            raise NotImplementedError(
-                f"dropout_rate is {dropout_rate}: give dropout={dropout_rate} with an rng; in "
-                "modules of flax use reformax.flax.attention_fn"
-            )
-        call = dict(causal=causal, dropout=dropout)
-        checked = dict(
-            segment_ids=segment_ids,
-            bias=bias,
-            rng=rng,
-            extra_projections=extra_projections,
-            global_tokens=global_tokens,
-        )
-        flags = dict(train=train, return_state=return_state)
-        check_arguments(self, *(q, k, v), **call, **flags, **checked, lengths=lengths, mask=mask)
-        params = checked_params(self, params, q, v)
-        if initial_state is not None or return_state:
-            state = checked_state(self, initial_state, causal, mask, segment_ids, q, v)
-            if lengths is not None:
-                segment_ids = tokens_before(lengths, q.shape[1])
-            arrays = state, q, k, v, int32_ids(segment_ids), extra_projections, params
-            with explained(arrays, "return_state=True" if return_state else "initial_state"):
-                found = compiled_from(self)(*arrays)
-            return found if return_state else found[0]
-        if mask is not None:
-            mask = checked_mask(self, mask, q, q if k is None else k, v)
-        segment_ids = int32_or_bool_ids(segment_ids)
-        masks = segment_ids, lengths, mask
-        x = CallArrays(params, q, k, v, *masks, bias, extra_projections, global_tokens, rng)
-        return compiled(self)(x, **call, train=train)

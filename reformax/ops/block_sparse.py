@@ -110,7 +110,10 @@ class block_sparse(AttentionOp):
         return None if callable(self.pattern) else _check_mask(self.pattern)
 
     def _check(self) -> None:
-        _ = self._fixed_mask
+        """Raises `SettingError` for a pattern that is no block mask."""
+        super()._check()
+        if not callable(self.pattern):
+            _check_mask(self.pattern)
 
     def _layout(self, call: Call, n_queries: int, n_keys: int, n_heads: int) -> Layout:
         """The layout of a call without `n_global`."""

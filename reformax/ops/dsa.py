@@ -55,7 +55,8 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.blocks import in_parts, newest_block
 from reformax.ops.indexing.gathered import KeyReader, KeysOfQueries, gathers
-from reformax.ops.indexing.indexer import Indexed, Indexer, IndexerCache
+from reformax.ops.indexing.indexer import Indexer
+from reformax.ops.indexing.indexer_decoding import IndexerCache
 from reformax.ops.indexing.learning import (
     clipped,
     divergence,
@@ -64,7 +65,7 @@ from reformax.ops.indexing.learning import (
     no_queries,
 )
 from reformax.ops.indexing.op_functions import MEASURED, IndexedChoice
-from reformax.ops.indexing.scores import IndexQueries
+from reformax.ops.indexing.scores import Indexed, IndexQueries
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.auxiliary_loss import with_loss

@@ -15,7 +15,8 @@ The file follows the computation:
 
 Which keys a query sees is decided in two steps: the candidates, which are in reach, then the mask.
 
-* in arrays `_keys_in_reach` and `visible_keys` of `softmax/chunked.py`;
+* in arrays `visible_keys` of `softmax/chunked.py`, of `keys_in_reach` of
+  `softmax/chunk_layout.py`;
 * in kernels `over_keys` and `visible` of `ChunkProgram` in `kernels/triton/chunk_programs.py`;
 * in decoding `_visible_to_newest`.
 """
@@ -54,7 +55,7 @@ from reformax.ops.decoding.sorted_order import (
     with_bucket,
 )
 from reformax.ops.hashing import circle
-from reformax.ops.hashing.angular import AngularHashing, bucket_factors, hash_by
+from reformax.ops.hashing.angular import AngularHashing, hash_by
 from reformax.ops.hashing.sorting import n_sorted, sort_by_bucket, take_last, within_buckets
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.chunked import chunked_attention
@@ -158,8 +159,7 @@ class lsh(AttentionOp):
     @property
     def _hashing(self) -> AngularHashing:
         """The numbers of buckets and the rotations."""
-        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
-        return AngularHashing(factors, self.chunk_len, self.rotations)
+        return AngularHashing.of(self.n_buckets, self.chunk_len, self.rotations)
 
     @property
     def _pad_multiple(self) -> int:

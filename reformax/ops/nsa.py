@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
@@ -44,6 +43,11 @@ from reformax.ops.calls.dispatch import (
     compute_by,
     kernel_obstacles,
 )
+from reformax.ops.compressing.overlapping import (
+    OverlappingSummaries,
+    SummarySizes,
+    init_weights,
+)
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -54,11 +58,10 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.contiguous import first_of_segment
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
-from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, same_segment
-from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.precision import accum_dtype, product
+from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
+from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, best_of
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
-from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.masked import softmax_over
@@ -161,14 +164,9 @@ class nsa(AttentionOp):
             chunk_len=self.window, n_chunks_before=1, window=self.window, impl=self.impl
         )
 
-    def _n_summaries(self, length: int) -> int:
-        """C, the number of complete summaries; at least one, which no query sees."""
-        return max(1, (length - self.compress_len) // self.compress_stride + 1)
-
-    def _last(self, n_summaries: int) -> Int[Array, "1 C"]:
-        """The last position of each summary."""
-        number = jnp.arange(n_summaries, dtype=jnp.int32)[None]
-        return number * self.compress_stride + (self.compress_len - 1)
+    @property
+    def _summaries(self) -> SummarySizes:
+        return SummarySizes(self.compress_len, self.compress_stride)
 
     def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
         gate = {"gate": ExtraProjection(dims.n_heads, 3)}
@@ -185,39 +183,8 @@ class nsa(AttentionOp):
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
         if self.compression == "mean":
             return ()
-        span = self.compress_len
-
-        def weights(rng, size):
-            rng_positions, rng_hidden, rng_out = jax.random.split(rng, 3)
-            return {
-                "positions": 0.02 * jax.random.normal(rng_positions, (span, size)),
-                "hidden": jax.random.normal(rng_hidden, (span, size, size))
-                / math.sqrt(span * size),
-                "out": 0.1 * jax.random.normal(rng_out, (size, size)) / math.sqrt(size),
-            }
-
-        rng_k, rng_v = jax.random.split(rng)
-        return {"k": weights(rng_k, dims.d_qk), "v": weights(rng_v, dims.d_v)}
-
-    def _in_summaries(self, x: Array) -> Array:
-        """Gathers the positions of each summary, from `[B, T, ...]` to `[B, C, P, ...]`."""
-        n, stride = self._n_summaries(x.shape[1]), self.compress_stride
-        per = self.compress_len // stride
-        length = (n + per - 1) * stride
-        x = x[:, :length]
-        x = jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        strides = x.reshape(x.shape[0], -1, stride, *x.shape[2:])
-        return jnp.concatenate([strides[:, i : i + n] for i in range(per)], axis=2)
-
-    def _summaries(self, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
-        """The summaries of a row."""
-        keys, values = (
-            _summary(dict(params).get(name), self._in_summaries(x))
-            for name, x in (("k", k), ("v", v))
-        )
-        ids = self._in_summaries(jnp.broadcast_to(ids, k.shape[:2]))
-        ids = jnp.where(same_segment(ids, ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
-        return Summaries(keys, values, ids)
+        rngs = zip("kv", jax.random.split(rng), (dims.d_qk, dims.d_v), strict=True)
+        return {name: init_weights(rng, self.compress_len, size) for name, rng, size in rngs}
 
     # Which blocks are selected.
 
@@ -264,7 +231,8 @@ class nsa(AttentionOp):
         q, k = tokens_only(q, ids), tokens_only(k, ids)
         weights = dict(params).get("k")
         # The scores do not depend on values.
-        summaries = fitted._summaries({"k": weights, "v": weights}, k, k[..., :1, :], ids)
+        both = {"k": weights, "v": weights}
+        summaries = fitted._summaries.of(both, k, k[..., :1, :], ids)
         first_position = jnp.zeros_like(ids) if segment_ids is None else first_of_segment(ids)
 
         def in_kernels(interpret: bool) -> Int[Array, "B G T K"]:
@@ -287,17 +255,16 @@ class nsa(AttentionOp):
         self,
         call: Call,
         q,
-        summaries: Summaries,
+        summaries: OverlappingSummaries,
         ids: Int[Array, "B T"],
         first_position: Int[Array, "B T"],
     ) -> Int[Array, "B G T K"]:
         """`_plan` in array operations, in chunks of queries."""
         n_batch, length = ids.shape
         n_kv, n_blocks = summaries.keys.shape[2], -(-length // self.block_size)
-        last = self._last(summaries.keys.shape[1])
 
         def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
-            mask = summaries.seen(last, ids, position)
+            mask = summaries.seen(ids, position)
             logits = call.logits.of("bqgmh,bcgh->bgmqc", q, summaries.keys)
             weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
             scores = self._block_scores(weights, n_blocks)
@@ -315,7 +282,7 @@ class nsa(AttentionOp):
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         fitted, gates = self._within(q.shape[1]), call.extra_projections
-        summaries = fitted._summaries(params, k, v, ids_or_ones(call.segment_ids, q))
+        summaries = fitted._summaries.of(params, k, v, ids_or_ones(call.segment_ids, q))
         selected, window = fitted._branch_projections(k, v, gates)
         window_call = call.but(causal=True, extra_projections=None)
         in_window = fitted._window_attention.attend(window_call, (), q, *window)
@@ -336,7 +303,7 @@ class nsa(AttentionOp):
         )
 
     def _in_arrays(
-        self, call: Call, summaries: Summaries, q, k, v, plan
+        self, call: Call, summaries: OverlappingSummaries, q, k, v, plan
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in array operations, in chunks of queries."""
         n_batch, length, n_heads, _ = q.shape
@@ -346,7 +313,6 @@ class nsa(AttentionOp):
         blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
         head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
         batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-        last = self._last(summaries.keys.shape[1])
 
         def dropout_factors(query, key):
             if call.seed is None:
@@ -356,13 +322,13 @@ class nsa(AttentionOp):
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
             query = position[:, None, None, :, None]
-            mask = summaries.seen(last, ids, position)
+            mask = summaries.seen(ids, position)
             compressed = softmax_over(
                 call.logits.of("bqgmh,bcgh->bgmqc", q, summaries.keys),
                 mask[:, None, None],
                 "bgmqc,bcgv->bgmqv",
                 summaries.values,
-                dropout_factors(query, last[None, None, None]),
+                dropout_factors(query, summaries.last[None, None, None]),
             )
             chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
             block = jnp.maximum(chosen, 0)
@@ -392,7 +358,7 @@ class nsa(AttentionOp):
         return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
     def _in_kernels(
-        self, call: Call, summaries: Summaries, q, k, v, plan, interpret: bool
+        self, call: Call, summaries: OverlappingSummaries, q, k, v, plan, interpret: bool
     ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
         """The compressed and the selected branch in kernels."""
         from reformax.ops.kernels.triton import nsa as kernel
@@ -416,10 +382,9 @@ class nsa(AttentionOp):
         fitted = self._within(capacity)
         selected, window = fitted._branch_projections(k, v, call.extra_projections)
         exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
-        summaries = fitted._summaries(
-            params, tokens_only(k, exists), tokens_only(v, exists), exists
-        )
-        n = fitted._n_summaries(capacity)
+        real = tokens_only(k, exists), tokens_only(v, exists)
+        summaries = fitted._summaries.of(params, *real, exists)
+        n = fitted._summaries.n(capacity)
 
         def padded(x):
             x = jnp.swapaxes(x, 1, 2)[:, :, :n]
@@ -439,8 +404,8 @@ class nsa(AttentionOp):
         memory = add_to_ring(cache.selected, *new_selected, position)
         window = add_to_ring(cache.window, *new_window, position)
         newest = add_to_ring(cache.newest, k, v, position)
-        summaries = fitted._with_newest(params, cache.summaries, newest, position)
-        last = fitted._last(summaries.keys.shape[2])
+        summaries = fitted._summaries.with_newest(params, cache.summaries, newest, position)
+        last = fitted._summaries.last(summaries.keys.shape[2])
         of_query = Side(position[:, None])
         seen = CAUSAL.sees(of_query, Side(last))[:, None]
         position_held = positions_by_slot(position, window.keys.shape[2])
@@ -472,58 +437,6 @@ class nsa(AttentionOp):
         within = jnp.arange(self.block_size, dtype=jnp.int32)[None, None, None]
         key = blocks[..., None] * self.block_size + within
         return key.reshape(n_batch, n_kv, -1)
-
-    def _with_newest(self, params, summaries: KeyValues, newest: KeyValues, position):
-        """The summaries with the one that ends at `position`, if one does."""
-        steps_back = jnp.arange(self.compress_len, dtype=jnp.int32)[None, ::-1]
-        key = position[:, None] - steps_back
-        slot = (key % newest.keys.shape[2])[:, None, :, None]
-        number, remainder = jnp.divmod(position - (self.compress_len - 1), self.compress_stride)
-        n = summaries.keys.shape[2]
-        number = jnp.where(
-            (remainder == 0) & (number >= 0), number, n
-        )  # out of bounds: not written
-        row = jnp.arange(position.shape[0])
-        new = (
-            _summary(
-                dict(params).get(name),
-                jnp.moveaxis(jnp.take_along_axis(x, slot, axis=2), 1, 2)[:, None],
-            )[:, 0]
-            for name, x in zip("kv", newest, strict=True)
-        )
-        return KeyValues(
-            *(x.at[row, :, number].set(y, mode="drop") for x, y in zip(summaries, new, strict=True))
-        )
-
-
-# Summaries
-
-
-class Summaries(NamedTuple):
-    """The compressed keys and values."""
-
-    keys: Float[Array, "B C G H"]
-    values: Float[Array, "B C G V"]
-    ids: Int[Array, "B C"]  # the segment of all positions of a summary; 0 for several
-
-    def seen(self, last: Int[Array, "1 C"], ids, position) -> Bool[Array, "B Q C"]:
-        """Which summaries, whose last positions are `last`, the queries see, by `ids [B, Q]`."""
-        q, k = Side(position[..., None], ids[..., None]), Side(last[None], self.ids[:, None])
-        return CAUSAL.sees(q, k)
-
-
-def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
-    """Eq. 7's phi of each summary: the mean, plus the output of the hidden layer."""
-    dtype = x.dtype
-    y = x.astype(accum_dtype(dtype))
-    out = y.mean(axis=2)
-    if params is not None:
-        positions = params["positions"].astype(y.dtype)[None, None, :, None]
-        hidden = product("bcpgh,phf->bcgf", y + positions, params["hidden"], dtype)
-        out = out + product(
-            "bcgf,fh->bcgh", jax.nn.gelu(hidden, approximate=False), params["out"], dtype
-        )
-    return out.astype(dtype)
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:

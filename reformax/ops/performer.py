@@ -120,7 +120,8 @@ class performer(AttentionOp):
     def _check(self) -> None:
         if self.redraw is not None and self.seed is None:
             raise SettingError(
-                f"redraw is {self.redraw} and seed None, which draws at every call: set one"
+                f"redraw is {self.redraw} and seed None, which draws at every call: set seed, or "
+                "leave redraw out"
             )
 
     def _init(self, rng, dims) -> Any:

@@ -118,7 +118,8 @@ def test_windows_by_documents_lie_as_in_a_text_of_the_range_alone():
     places = step.integers(np.full(64, own.sum()))
     back = step.integers(120, size=64)
     expected = document_starts(expected_borders, int(own.sum()), 120, places, back)
-    drawn = windows.range_starts(found, lengths, begins, n, 0, 0, 64, 120, slice(None))
+    draw = windows.WindowDraw(begins, n, 0, 0, 64, 120, slice(None))
+    drawn = windows.range_starts(found, lengths, draw)
     assert np.array_equal(drawn[1], expected)
 
 

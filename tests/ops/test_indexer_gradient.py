@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops.kernels.triton import indexer_gradient as kernel
+from reformax.ops.kernels.triton import indexer_gradient_lists
 from reformax.ops.numerics.logits import Logits
 from tests.helpers import assert_trees_close
 
@@ -52,8 +53,8 @@ def test_it_is_the_gradient_of_the_divergence(
     monkeypatch.setattr(kernel, "SUMMED_COST", summed_cost)
     monkeypatch.setattr(kernel.listed, "MAX_BYTES", 0)
     monkeypatch.setattr(kernel.listed, "LEAST_PAIRS", 128)
-    monkeypatch.setattr(kernel, "LIST_COLUMNS", 16)
-    monkeypatch.setattr(kernel, "MAX_PART_BYTES", 0)
+    monkeypatch.setattr(indexer_gradient_lists, "LIST_COLUMNS", 16)
+    monkeypatch.setattr(indexer_gradient_lists, "MAX_PART_BYTES", 0)
     rng, n_keys = np.random.default_rng(0), LENGTH // rule.span
 
     def draw(*shape):

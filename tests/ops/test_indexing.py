@@ -11,11 +11,11 @@ from reformax.declared import SettingError
 from reformax.ops import dsa
 from reformax.ops.indexing import streaming
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
-from reformax.ops.indexing.indexer import Indexed, Indexer
+from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import IndexQueries, scores_of_gathered
+from reformax.ops.indexing.scores import Indexed, IndexQueries, scores_of_gathered
 from reformax.ops.masking.visibility import Side
-from reformax.ops.numerics.precision import rounded
+from reformax.ops.numerics.precision import MAX_INDEX, rounded
 
 KEY = jax.random.key(3)
 ALL_CLUSTERS = Clustered(stride=4, n_clusters=100, n_nearest=106)
@@ -121,25 +121,34 @@ def test_zeros_of_either_sign_are_a_tie():
     assert as_sets(got) == plain(Indexer(), x, 12, True, np.ones((2, 40), np.int32))
 
 
-def test_infinity_is_rounded_to_itself():
-    """So an infinite vector is chosen as in float32, by those whose scores it makes infinite."""
-    x, dtype = jnp.array([np.inf, -np.inf, np.nan, 1 + 2**-9, -3.0]), "bfloat16"
-    np.testing.assert_array_equal(rounded(x, dtype), [np.inf, -np.inf, np.nan, 1, -3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_infinity_is_the_largest_number_of_an_index_vector(dtype):
+    x = jnp.array([np.inf, -np.inf, np.nan, 1e30, -3.0])
+    np.testing.assert_array_equal(rounded(x, dtype), [MAX_INDEX, -MAX_INDEX, np.nan, MAX_INDEX, -3])
     gradient = jax.grad(lambda x: jnp.sum(rounded(x, dtype) * jnp.arange(5.0)))(x)
     np.testing.assert_array_equal(gradient, np.arange(5))
-    vectors = integers(20)
-    vectors.keys[:, 7] = np.inf
-    vectors.keys[:, 9] = -np.inf
-    vectors.queries.queries[:] = 1 + (vectors.queries.queries > 0)
 
-    def chosen(dtype):
-        indexer = Indexer(dtype=dtype)
-        queries = indexer.scored(vectors.queries.queries, jnp.arange(20)[None])
-        keys = indexer.scored(vectors.keys[:, :, None], jnp.arange(20)[None])[:, :, 0]
-        index = vectors.queries._replace(queries=queries)
-        return choose(indexer, Indexed(index, keys), 5, True)
 
-    np.testing.assert_array_equal(chosen("bfloat16"), chosen("float32"))
+@pytest.mark.parametrize(
+    "candidates, dtype", [(None, "float32"), (None, "bfloat16"), (ALL_BLOCKS, "float32")], ids=str
+)
+def test_kernels_choose_infinite_keys_where_array_operations_do(candidates, dtype):
+    """Those of one infinite number and of several, by queries some of which are infinite too."""
+    indexer, x, position = Indexer(candidates=candidates, dtype=dtype), integers(37), jnp.arange(37)
+    x = jax.tree.map(lambda y: np.where(y == 0, np.float32(2), y), x)
+    x.keys[:, 7], x.keys[:, 9, 1], x.keys[:, 12, 2] = np.inf, -np.inf, np.inf
+    x.keys[:, 15, :2], x.queries.queries[:, 11, 1, 3] = [np.inf, -np.inf], -np.inf
+    queries = indexer.scored(x.queries.queries, position[None])
+    keys = indexer.scored(x.keys[:, :, None], position[None])[:, :, 0]
+    x = Indexed(IndexQueries(queries, np.ones((2, 37, 3), np.float32)), keys)
+    got, want = (
+        np.asarray(jax.jit(lambda x, how=how: indexer.choose(x, None, 5, True, 37, KEY, how))(x))
+        for how in (True, None)
+    )
+    assert as_sets(got) == as_sets(want)
+    seen = (np.einsum("btjd,bd->btj", queries, keys[:, 12]) > MAX_INDEX / 2).any(axis=-1)[:, 12:]
+    assert seen.any() and not seen.all()
+    assert (seen <= (got[:, 12:] == 12).any(axis=-1)).all()
 
 
 @pytest.mark.parametrize("score", ["relu", "product"])

@@ -36,6 +36,18 @@ def test_a_query_chooses_the_blocks_of_the_best_mean_keys(impl):
         assert set(np.asarray(plan[b, n, t])) - {-1} == set(want)
 
 
+def test_kernels_choose_blocks_of_infinite_keys_where_array_operations_do():
+    """By the sign of a query's product with them, where there are other blocks."""
+    q, k, _ = numbers(27)
+    k[:, 6, :, 2] = np.inf
+    got, want = (np.asarray(plan_of(q, k, None, impl)) for impl in (INTERPRETED, "xla"))
+    got, want = (np.sort(x[:, :, 3 * SIZE :]) for x in (got, want))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(
+        (got == 6 // SIZE).any(axis=-1), np.moveaxis(q, 1, 2)[..., 3 * SIZE :, 2] > 0
+    )
+
+
 def plan_of(q, k, segment_ids, impl="xla"):
     op = moba.moba(block_size=SIZE, top_k=TOP_K, impl=impl)
     return op.plan((), q, k, segment_ids=segment_ids, causal=True, rng=None, train=True)

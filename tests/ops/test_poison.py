@@ -152,6 +152,28 @@ def test_behind_causality(row):
     assert_same(*(trained(by_outputs(row, x)) for x in (got_gradients, wanted)))
 
 
+TILED = "memory_efficient", "block_sparse", "local", "asymmetric_lsh"
+
+
+@over(row for row in ROWS if row.name in TILED)
+def test_a_query_of_nan(row):
+    """Its own gradient is NaN, and those of the keys and values that it sees, and no others."""
+    at, (x, _) = 14, draw(row)
+    plan = jax.jit(lambda x: inputs.plan(row.op(), x, causal=True, rng=KEY, train=True))(x)
+    d_out = np.zeros((2, LENGTH, 2, 4), np.float32)
+    d_out[:, at] = 1 + np.arange(4)
+    run = compiled(row, True)
+    seen = run(x, d_out, None, plan)[1].k != 0
+    is_query = np.arange(LENGTH) == at
+    x = x._replace(q=np.where(is_query[:, None, None], np.nan, x.q))
+    out, gradients = run(x, d_out + 1, None, plan)
+    for y in (out, gradients.q):
+        np.testing.assert_array_equal(np.isnan(y).all(axis=(2, 3)), is_query[None].repeat(2, 0))
+    np.testing.assert_array_equal(np.isnan(gradients.k), seen)
+    np.testing.assert_array_equal(np.isnan(gradients.v).all(axis=3), seen.all(axis=3))
+    assert seen[:, : at + 1].any() and not seen.all()
+
+
 @over(row for row in ROWS if row.decodes)
 def test_behind_a_prompt(row):
     """What stands behind a prompt, where its row is padded, reaches no step of decoding."""

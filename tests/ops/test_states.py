@@ -164,7 +164,7 @@ def test_refusals():
         with pytest.raises((ValueError, Unsupported), match=message):
             inputs.call(op, x, **(dict(causal=True) | options))
     q = inputs.draw(dense.dense(), length=5)
-    with pytest.raises(Unsupported, match="^op is dense: it carries no state; use a recurrence"):
+    with pytest.raises(Unsupported, match="^op is dense: it carries no state, use an op"):
         inputs.call(dense.dense(), q, causal=True, return_state=True)
     for drawn in (performer.performer(seed=None), performer.performer(redraw=10)):
         message = re.escape(f"op is {drawn}: it carries no state from features that may be drawn")

@@ -64,7 +64,8 @@ def check_arguments(
     keys = q if k is None else k
     if causal and op.causality == "never":
         raise Unsupported(
-            f"causal=True: {op.name} cannot hide the future, use one that can, such as flash"
+            f"causal=True: {op.name} cannot hide the future, use an op whose causality is not "
+            "'never', such as flash.flash()"
         )
     if not causal and op.causality == "only":
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
@@ -78,7 +79,7 @@ def check_arguments(
         _check_global_tokens(op, global_tokens, q)
     if dropout and not op.dropout:
         raise Unsupported(
-            f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
+            f"dropout is {dropout}: {op.name} makes no attention weights to drop, set dropout=0"
         )
     if rng is None and (dropout > 0.0 or op.plan_needs == "rng"):
         why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
@@ -123,11 +124,7 @@ def _check_shapes(op, q, k, v) -> None:
     keys, source = (q, "q") if k is None else (k, "k")
     more = v.ndim == 4 and v.shape[2] > keys.shape[2] == q.shape[2] > 0 == v.shape[2] % q.shape[2]
     if more and v.shape[:2] == keys.shape[:2]:
-        if not op.more_value_heads:
-            raise Unsupported(
-                f"v has {v.shape[2]} heads and q has {q.shape[2]}, but {op.name} makes its keys of "
-                "the queries: repeat the queries, or use an op whose more_value_heads is True"
-            )
+        check_value_heads(op, "v has", v.shape[2], q.shape[2])
     elif v.shape[:3] != keys.shape[:3]:
         raise ValueError(
             f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
@@ -263,7 +260,7 @@ def _check_global_tokens(op, global_tokens, q) -> None:
     if not op.global_tokens:
         raise Unsupported(
             f"global_tokens is given, but {op.name} has no global tokens: use an op whose "
-            "global_tokens is True"
+            "global_tokens is True, such as longformer.longformer()"
         )
     if global_tokens.shape != q.shape[:2]:
         raise ValueError(
@@ -374,7 +371,8 @@ def _of_init(op, dims) -> tuple[dict[str, tuple[int, ...]], Any]:
 def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
     if not op.bias:
         raise Unsupported(
-            f"bias is given, but {op.name} adds none: use one that does, such as flash.flash()"
+            f"bias is given, but {op.name} adds none: use an op whose bias is True, such as "
+            "flash.flash()"
         )
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,17 @@ class AngularHashing(NamedTuple):
     factors: tuple[int, ...] | None
     chunk_len: int
     rotations: Float[ArrayLike, "N H R F"] | None
+
+    @classmethod
+    def of(
+        cls,
+        n_buckets: int | Sequence[int] | str,
+        chunk_len: int,
+        rotations: Float[ArrayLike, "N H R F"] | None = None,
+    ) -> Self:
+        """Those of an op's options; `SettingError` for a wrong `n_buckets`."""
+        factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
+        return cls(factors, chunk_len, rotations)
 
     def factors_for(self, length: int) -> tuple[int, ...]:
         """The factors of the number of buckets for a length."""

@@ -6,61 +6,41 @@ of them by their distance, Q queries of a chunk, M candidates of a query.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Size, Unsupported
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
-from reformax.ops.decoding.reading import put_all
-from reformax.ops.indexing.blocks import best_blocks, best_of_newest, positions_of
-from reformax.ops.indexing.candidates.base import (
-    Candidates,
-    IndexedKeys,
-    QueryChunk,
-)
+from reformax.ops.indexing.blocks import best_blocks, positions_of
+from reformax.ops.indexing.candidates.base import Candidates, IndexedKeys, QueryChunk
+from reformax.ops.indexing.candidates.best import best_candidates
+from reformax.ops.indexing.indexer_decoding import IndexerDecoding
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
-from reformax.ops.indexing.scores import (
-    IndexQueries,
-    Score,
-    gathered,
-    scores,
-    scores_of_gathered,
-)
-from reformax.ops.indexing.streaming import best_keys, best_over
+from reformax.ops.indexing.scores import Indexed, IndexQueries, Score
+from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import Side, is_token
-from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import IndexDtype, rounded
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.numerics.rotary import rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.sharding.shard import Shard
 
-# Numbers of a chunk of queries whose candidates kernels score: enough queries to fill a GPU.
+# Numbers in memory of a chunk of queries whose candidates kernels score: the chunk fills a GPU.
 SCORED_AT_A_TIME = 2**28
 # Queries of a row from which candidates learn, spread evenly.
 LEARNT_FROM = 256
 
 
-class Indexed(NamedTuple):
-    """The vectors of an indexer: its queries, and its keys `[B, S, D]`; weights of candidates."""
-
-    queries: IndexQueries
-    keys: Float[Array, "B S D"]
-    params: Any = ()
-
-
 @options
-class Indexer(Options):
-    """How keys are scored, which ones are, and which a query sees without a score.
+class Indexer(IndexerDecoding, Options):
+    """How keys are scored, which keys are scored, and which ones a query sees without a score.
 
     A choice is deterministic: of equal scores the first position is chosen, and with "relu" many
     scores are exactly 0. No array holds the scores of all pairs.
@@ -68,8 +48,8 @@ class Indexer(Options):
     Args:
       score: "relu", the weighted sum of the ReLUs of the index heads' products, or "product", that
         of the products, as MiniMax's MSA and cuDNN's indexer have it.
-      rotary: whether index queries and keys have rotary positions of their own. The layer's have
-        them already where its queries and keys do.
+      rotary: whether index queries and keys are rotated to their positions. They are made of the
+        layer's queries and keys, which may be rotated already.
       n_local: a query always sees the keys less than `n_local` positions from it. They count for
         `top_k`.
       group: consecutive queries that share the choice of the first, their leader (PIVOT-Reuse,
@@ -251,135 +231,6 @@ class Indexer(Options):
         n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(shard))
         return total / jnp.maximum(n_tokens, 1).astype(total.dtype)
 
-    # Decoding. C is the capacity.
-
-    def start(
-        self, x: Indexed, top_k: int, lengths: Int[Array, " B"], capacity: int, rng
-    ) -> IndexerCache:
-        """The cache after the first `lengths` positions of each row."""
-        n_free = capacity - x.keys.shape[1]
-        exists = jnp.arange(x.keys.shape[1])[None] < lengths[:, None]
-        keys = jnp.where(exists[..., None], x.keys, 0)
-        keys = jnp.pad(keys, ((0, 0), (0, n_free), (0, 0)))
-        ids = jnp.pad(exists.astype(jnp.int32), ((0, 0), (0, n_free)))
-        indexed = IndexedKeys(keys, ids, self.score, True, capacity, rng, x.params)
-        found = () if self.candidates is None else self.candidates.start(indexed)
-        cache = IndexerCache(keys, found, ())
-        if self.group == 1:
-            return cache
-        leader = jnp.maximum(lengths - 1, 0) // self.group * self.group
-        queries = jax.tree.map(lambda y: jax.vmap(lambda y, i: y[i][None])(y, leader), x.queries)
-        x = x._replace(queries=queries)
-        return cache._replace(chosen=self._choose_newest(cache, x, leader, top_k))
-
-    def step(
-        self,
-        cache: IndexerCache,
-        x: Indexed,
-        position: Int[Array, " B"],
-        top_k: int,
-    ) -> tuple[Int[Array, "B K"], IndexerCache]:
-        """The positions that one more query of each row sees; -1 is none. And the cache with it.
-
-        Args:
-          cache: from `start` or the step before.
-          x: the vectors of the new position.
-          position: its number.
-          top_k: as in `choose`.
-        """
-        keys = cache.keys.at[jnp.arange(len(position)), position].set(x.keys[:, 0])
-        found = cache.found
-        if self.candidates is not None:
-            found = self.candidates.advance(found, self._held(keys, x), x.keys, position)
-        cache = IndexerCache(keys, found, cache.chosen)
-        if self.group == 1:
-            chosen = self._choose_newest(cache, x, position, top_k)
-        else:
-            leads = position % self.group == 0
-
-            def choose(chosen):
-                new = self._choose_newest(cache, x, position, top_k)
-                return jnp.where(leads[:, None], new, chosen)
-
-            chosen = lax.cond(leads.any(), choose, lambda chosen: chosen, cache.chosen)
-            cache = cache._replace(chosen=chosen)
-        n_local = self.n_local_keys(True, keys.shape[1])
-        if n_local:
-            chosen = jnp.where(position[:, None] - chosen < n_local, -1, chosen)
-            local = ChoiceRule(True, n_local).local_keys(position[:, None], keys.shape[1])
-            chosen = jnp.concatenate([chosen, local[:, 0]], axis=-1)
-        return chosen, cache
-
-    @property
-    def reads_pieces(self) -> bool:
-        """Whether it has `read_on`: each query chooses among all keys."""
-        return self.candidates is None and self.group == 1 and self.block_size == 1
-
-    def read_on(
-        self,
-        cache: IndexerCache,
-        x: Indexed,
-        position: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        top_k: int,
-        axis: str | None,
-    ) -> tuple[Int[Array, "B T K"], IndexerCache]:
-        """`step` for several queries of each row at once.
-
-        Args:
-          cache: from `start`, `step` or the call before.
-          x: the vectors of the new positions.
-          position: the number of the first of them.
-          lengths: the number of them before a row's padding.
-          top_k: as in `choose`.
-          axis: the mesh axis that divides the cache, as in `decoding.reading`; None: it is whole.
-        """
-        keys = put_all(cache.keys[:, None], x.keys[:, :, None], position, lengths, axis)[:, 0]
-        every = (0, 1) if axis is None else (lax.axis_index(axis), lax.axis_size(axis))
-        capacity, ids = keys.shape[1] * every[1], jnp.ones(keys.shape[:2], jnp.int32)
-        n_local = self.n_local_keys(True, capacity)
-        rule, n_best = ChoiceRule(True, n_local), min(top_k - n_local, capacity)
-
-        def choose(queries, weights, at):
-            side = Side(at, jnp.ones(at.shape, jnp.int32))
-            arrays = IndexQueries(queries, weights), keys, side, ids
-            best, chosen = best_keys(self.score, rule, n_best, *arrays, every)
-            return chosen if axis is None else best_over(axis, best, chosen)
-
-        at = position[:, None] + positions(x.keys.shape[1])
-        chosen = by_chunks(choose, 4 * n_best * every[1], *x.queries, at)
-        chosen = join_chunks(chosen, at.shape[1])
-        if n_local:
-            chosen = jnp.concatenate([chosen, rule.local_keys(at, capacity)], axis=-1)
-        return chosen, cache._replace(keys=keys)
-
-    def _held(self, keys: Float[Array, "B C D"], x: Indexed) -> IndexedKeys:
-        """The cache's keys: causality hides those that are not there yet."""
-        return IndexedKeys(keys, None, self.score, True, keys.shape[1], None, x.params)
-
-    def _choose_newest(
-        self, cache: IndexerCache, x: Indexed, position: Int[Array, " B"], top_k: int
-    ) -> Int[Array, "B K"]:
-        """The choice of one query of each row."""
-        capacity = cache.keys.shape[1]
-        if self.block_size > 1:
-            keys, _ = self.block_keys(cache.keys, jnp.ones(cache.keys.shape[:2], jnp.int32))
-            sizes = self.block_size, min(top_k // self.block_size, keys.shape[1])
-            found = best_of_newest(self.score, *sizes, x.queries, keys, position)
-            return positions_of(found[:, None], position[:, None], self.block_size)[:, 0]
-        n_local = self.n_local_keys(True, capacity)
-        rule = ChoiceRule(True, n_local, self.group)
-        n_best = min(top_k - n_local, capacity)
-        held = self._held(cache.keys, x)
-        chunk = QueryChunk(x.queries, position[:, None], held.ids[:, :1])
-        if self.candidates is None:
-            key = Side(jnp.arange(capacity, dtype=jnp.int32)[None, None])
-            allowed = rule.allows(Side(position[:, None, None]), key)
-            return best_of(scores(self.score, x.queries, cache.keys), allowed, n_best)[:, 0]
-        found = self.candidates.of_newest(cache.found, held, chunk)
-        found = self.candidates.in_order(found)
-        return best_candidates(rule, n_best, held, chunk, found)[:, 0]
-
     def _best(
         self,
         rule: ChoiceRule,
@@ -432,38 +283,3 @@ class Indexer(Options):
         at_a_time = None if interpret is None else SCORED_AT_A_TIME
         chosen = by_chunks(of_chunk, n_seen, *arrays, at_a_time=at_a_time)
         return join_chunks(chosen, queries.ids.shape[1])
-
-
-class IndexerCache(NamedTuple):
-    """The index keys, the state of the candidates, and the choice of each row's newest leader."""
-
-    keys: Float[Array, "B C D"]
-    found: Any
-    chosen: Int[Array, "B K"] | tuple[()]
-
-
-def best_candidates(
-    rule: ChoiceRule,
-    n_best: int,
-    keys: IndexedKeys,
-    queries: QueryChunk,
-    position: Int[Array, "B Q M"],
-    choose: Callable[[IndexQueries, Array], Array] | None = None,
-) -> Int[Array, "B Q K"]:
-    """The best of each query's candidates, by kernels that `choose` or in array operations.
-
-    Their positions are in order, each once; -1 is none.
-    """
-    at = jnp.clip(position, 0, keys.keys.shape[1] - 1)
-    exists = (position >= 0) & (position < keys.keys.shape[1])
-    key = Side(position, gathered(keys.ids, at), exists=exists)
-    query = Side(queries.position[..., None], queries.ids[..., None])
-    allowed = rule.allows(query, key)
-    if choose is not None:
-        return choose(queries.index, jnp.where(allowed, position, -1))
-    found = scores_of_gathered(keys.score, queries.index, gathered(keys.keys, at))
-    best = best_of(found, allowed, min(n_best, found.shape[-1]))
-    chosen = jnp.take_along_axis(position, jnp.maximum(best, 0), axis=-1)
-    chosen = jnp.where(best < 0, -1, chosen)
-    n_missing = n_best - chosen.shape[-1]
-    return jnp.pad(chosen, ((0, 0), (0, 0), (0, n_missing)), constant_values=-1)

@@ -11,7 +11,7 @@ that were gathered for each query.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,14 @@ class IndexQueries(NamedTuple):
         if score == "relu":
             return self.queries
         return jnp.einsum("bqjd,bqj->bqd", self.queries, self.weights)[:, :, None]
+
+
+class Indexed(NamedTuple):
+    """The vectors of an indexer: its queries, and its keys `[B, S, D]`; weights of candidates."""
+
+    queries: IndexQueries
+    keys: Float[Array, "B S D"]
+    params: Any = ()
 
 
 def scores(score: Score, index: IndexQueries, keys: Float[Array, "B S D"]) -> Array:

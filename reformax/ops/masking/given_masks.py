@@ -51,7 +51,8 @@ def checked_mask(
     if _hides_pairs(mask) and not op.bias:
         raise NotImplementedError(
             f"mask has shape {mask.shape}: {op.name} hides pairs only by causal=True and segments; "
-            "give a mask of keys, [batch, keys], or an op that adds a bias, such as flash.flash()"
+            "give a mask of keys, [batch, keys], or use an op whose bias is True, such as "
+            "flash.flash()"
         )
     return mask
 

@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Up to so many are found by repeated maxima, more by `lax.top_k`, which sorts.
 MAX_REPEATED_MAX = 4
+# Scores of the blocks that a query always sees: its own, the first, the one before its own.
+OWN_BLOCK, FIRST_BLOCK, PREVIOUS_BLOCK = 4e30, 3e30, 2e30
 
 
 def with_nan_highest(scores: Float[Array, "*d"]) -> Float[Array, "*d"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -11,6 +12,9 @@ from jaxtyping import Array, Float
 
 # What an indexer rounds its vectors to, in arrays of float32.
 IndexDtype = Literal["float32", "bfloat16"]
+# The largest magnitude of an index vector's numbers, a power of two. Scores of such vectors, sums
+# of products with a weight of about 1e9, are finite.
+MAX_INDEX = 2.0**40
 
 
 def accum_dtype(*dtypes: Any) -> Any:
@@ -41,26 +45,30 @@ def product(
     return out if written is None else out.astype(written)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: Float[Array, "*d"], dtype: IndexDtype) -> Float[Array, "*d"]:
-    """Index queries or keys rounded to `dtype`; the gradient is that of what is not rounded."""
-    return x if dtype == "float32" else _to_bfloat16(x)
+    """Index queries or keys rounded to `dtype`, and clipped to `MAX_INDEX`.
+
+    Infinity is then a number that kernels can split and that `0 * x` does not make NaN. The
+    gradient is that of `x`.
+    """
+    x = jnp.clip(x, -MAX_INDEX, MAX_INDEX)
+    # XLA may leave out a cast there and back.
+    return lax.reduce_precision(x, 8, 7) if dtype == "bfloat16" else x
 
 
-@jax.custom_jvp
-def _to_bfloat16(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
-    return lax.reduce_precision(x, 8, 7)  # XLA may leave out a cast there and back
-
-
-_to_bfloat16.defjvp(lambda x, dx: (_to_bfloat16(*x), *dx))
+rounded.defjvp(lambda dtype, x, dx: (rounded(*x, dtype), *dx))
 
 
 def in_three(x: Float[Array, "*d"], dtype: Any) -> tuple[Float[Array, "*d"], ...]:
     """Splits numbers of float32 into three parts of a narrower dtype, whose sum they are.
 
     Three bfloat16 have the digits of one float32, and float32 holds the product of two bfloat16
-    exactly. A selection by products of parts is therefore that by products in float32.
+    exactly. A selection by products of parts is therefore that by products in float32. Infinity,
+    which minus itself is NaN, becomes the largest number of `dtype`.
     """
-    digits, parts, rest = jnp.finfo(dtype), [], x
+    digits, parts = jnp.finfo(dtype), []
+    rest = jnp.clip(x, float(digits.min), float(digits.max))
     for _ in range(3):
         # XLA may leave out a cast there and back.
         part = lax.reduce_precision(rest, digits.nexp, digits.nmant)

@@ -108,8 +108,8 @@ def _forward(interpret: bool, inputs: RecurrenceInputs, segment_ids):
 
     order, ids = order_of_segments(segment_ids)
     results = kernel.means(first_order(inputs), ids, order, interpret=interpret)
-    (out, total), kept = jax.tree.map(lambda x: checkpoint_name(x, KEPT), results)
-    return out, (inputs, segment_ids, out, total, kept)
+    (out, total), residuals = jax.tree.map(lambda x: checkpoint_name(x, KEPT), results)
+    return out, (inputs, segment_ids, out, total, residuals)
 
 
 def _backward(interpret: bool, results, d_out):
@@ -118,13 +118,13 @@ def _backward(interpret: bool, results, d_out):
 
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, segment_ids, out, total, kept = lax.optimization_barrier(results)
+    inputs, segment_ids, out, total, residuals = lax.optimization_barrier(results)
     order, ids = order_of_segments(segment_ids)
     inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]
     dtype = accum_dtype(out.dtype)
     d_sums = (d_out.astype(dtype) * inverse_sum).astype(out.dtype)
     d_total = -jnp.sum(d_sums.astype(dtype) * out.astype(dtype), axis=-1)
-    given = inputs, ids, kept, d_sums, d_total, order
+    given = inputs, ids, residuals, d_sums, d_total, order
     gradients = kernel.means_backward(*given, interpret=interpret)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs), None
 

@@ -100,8 +100,32 @@ def recurrence(
     if unit_length and interpret is None:
         x, unit_length = of_unit_length(x), False
     size = chunks.chunk_size(chunk_len, q.shape[1])
-    out = _recurrence(size, interpret, unit_length, x, segment_ids)
+    out, _ = _recurrence(size, interpret, unit_length, x, None, segment_ids)
     return out.astype(accum_dtype(out.dtype))
+
+
+def recurrence_from(
+    inputs: RecurrenceInputs,
+    initial: Float[Array, "B N H V"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_len: int = 64,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
+    """`recurrence` whose first segment begins with the state `initial`, and the last one's state.
+
+    Both have gradients. Arguments are as in `recurrence`, but that the positions of a segment are
+    contiguous, and padding has zeros for inputs and the id of the segment before it.
+
+    Raises:
+      NotImplementedError: the kernel cannot compute the call.
+    """
+    check_impl(impl, *KERNELS)
+    inputs, initial = varying_as((inputs, initial), (inputs, initial))
+    interpret = choose_kernels(impl, _obstacles(inputs))
+    size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
+    out, final = _recurrence(size, interpret, False, inputs, initial, segment_ids)
+    return out.astype(accum_dtype(out.dtype)), final
 
 
 def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
@@ -184,144 +208,83 @@ _of_segment.define(
 
 @functools.partial(CustomDerivatives, n_static=3)
 def _recurrence(
-    size: int, interpret: bool | None, unit_length: bool, inputs: RecurrenceInputs, segment_ids
-):
-    """`recurrence`, from kernels in the dtype of products; `unit_length` is for these."""
+    size: int,
+    interpret: bool | None,
+    unit_length: bool,
+    inputs: RecurrenceInputs,
+    initial: Float[Array, "B N H V"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"] | None]:
+    """The outputs of both functions above, and with the state `initial` the last one.
+
+    Kernels write outputs in the dtype of products, and have `unit_length`.
+    """
+    order, ids = _order(initial, segment_ids)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        order, ids = order_of_segments(segment_ids)
         inputs = with_factors(inputs)[0] if unit_length else inputs
-        return kernel.forward(inputs, ids, order, interpret=interpret)[0]
-    order, x, ids = contiguous_segments(inputs, segment_ids)
-    out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
-    return restore_order(out, order)
+        return kernel.forward(inputs, ids, order, initial, interpret=interpret)[0]
+    x = _chunked(size, inputs, initial, order, ids)
+    out = restore_order(chunks.joined(chunks.outputs(x), inputs.q.shape[1]), order)
+    return out, initial if initial is None else chunks.final_state(x, *chunks.states_and_values(x))
 
 
-def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, segment_ids):
-    given = first_order(inputs)
+def _order(initial: Array | None, segment_ids) -> tuple[Array | None, Array | None]:
+    """The order that makes each segment contiguous, as those of a row with a state are; its ids."""
+    return order_of_segments(segment_ids) if initial is None else (None, segment_ids)
+
+
+def _chunked(size: int, inputs: RecurrenceInputs, initial, order, ids) -> chunks.RecurrenceChunks:
+    inputs = jax.tree.map(lambda x: reorder(x, order), inputs)
+    return chunks.chunked(inputs, ids, size, initial)
+
+
+def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, initial, segment_ids):
+    given, begins = first_order((inputs, initial))
     if interpret is None:
-        out = _recurrence.function(size, None, False, given, segment_ids)
-        return out, (inputs, segment_ids, None, None)
+        results = _recurrence.function(size, None, False, given, begins, segment_ids)
+        return results, (inputs, initial, segment_ids, None, None)
     from reformax.ops.kernels.triton import recurrence as kernel
 
-    order, ids = order_of_segments(segment_ids)
+    order, ids = _order(initial, segment_ids)
     units = None
     if unit_length:  # the queries and keys before are not kept
         given, units = with_factors(given)
         inputs = inputs._replace(q=given.q, k=given.k)
-    out, kept = kernel.forward(given, ids, order, keep=True, interpret=interpret)
-    return out, (inputs, segment_ids, kept, units and units._replace(out=out))
+    results, of_kernels = kernel.forward(given, ids, order, begins, keep=True, interpret=interpret)
+    units = units and units._replace(out=results[0])
+    return results, (inputs, initial, segment_ids, of_kernels, units)
 
 
-def _backward(size: int, interpret: bool | None, unit_length: bool, results, d_out):
-    results, d_out = first_order((results, d_out))
+def _backward(size: int, interpret: bool | None, unit_length: bool, residuals, d_results):
+    residuals, (d_out, d_final) = first_order((residuals, d_results))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, segment_ids, kept, units = lax.optimization_barrier(results)
+    inputs, initial, segment_ids, of_kernels, units = lax.optimization_barrier(residuals)
+    order, ids = _order(initial, segment_ids)
     if interpret is not None:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        order, ids = order_of_segments(segment_ids)
-        given = inputs, ids, kept, d_out, order, units
+        given = inputs, ids, of_kernels, d_out, order, units, initial, d_final
         gradients = kernel.backward(*given, interpret=interpret)
     else:
-        order, x, ids = contiguous_segments(inputs, segment_ids)
-        d_out = chunks.cut(reorder(d_out, order), size)
-        gradients, _ = chunks.gradients(chunks.chunked(x, ids, size), d_out)
-        gradients = jax.tree.map(
-            lambda g: restore_order(chunks.joined(g, inputs.q.shape[1]), order), gradients
+        x = _chunked(size, inputs, initial, order, ids)
+        d_inputs, d_initial = chunks.gradients(x, chunks.cut(reorder(d_out, order), size), d_final)
+        d_inputs = jax.tree.map(
+            lambda g: restore_order(chunks.joined(g, d_out.shape[1]), order), d_inputs
         )
-    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs), None
+        gradients = d_inputs, initial if initial is None else d_initial
+    return *jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, (inputs, initial)), None
 
 
-def _tangent(size: int, interpret: bool | None, unit_length: bool, results, tangents):
+def _tangent(size: int, interpret: bool | None, unit_length: bool, residuals, tangents):
     if interpret is not None:
         raise NotImplementedError(KERNEL_REFUSAL)
     function = functools.partial(_recurrence.function, size, None, unit_length)
-    return tangent_of(function, results[:2], tangents)
+    return tangent_of(function, residuals[:3], tangents)
 
 
 _recurrence.define(_forward, _backward, _tangent)
-
-
-# From a state to the state after the row.
-
-
-def recurrence_from(
-    inputs: RecurrenceInputs,
-    initial: Float[Array, "B N H V"],
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    chunk_len: int = 64,
-    impl: str = "auto",
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
-    """`recurrence` whose first segment begins with the state `initial`, and the last one's state.
-
-    Both have gradients. Arguments are as in `recurrence`, but that the positions of a segment are
-    contiguous, and padding has zeros for inputs and the id of the segment before it.
-
-    Raises:
-      NotImplementedError: the kernel cannot compute the call.
-    """
-    check_impl(impl, *KERNELS)
-    inputs, initial = varying_as((inputs, initial), (inputs, initial))
-    interpret = choose_kernels(impl, _obstacles(inputs))
-    size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
-    return _recurrence_from(size, interpret, inputs, initial, segment_ids)
-
-
-@functools.partial(CustomDerivatives, n_static=2)
-def _recurrence_from(
-    size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
-):
-    if interpret is not None:
-        from reformax.ops.kernels.triton import recurrence as kernel
-
-        return kernel.forward_from(inputs, initial, segment_ids, interpret=interpret)[0]
-    x = chunks.chunked(inputs, segment_ids, size, initial)
-    states, values = chunks.states_and_values(x)
-    out = chunks.joined(chunks.outputs(x), inputs.q.shape[1])
-    return out, chunks.final_state(x, states, values)
-
-
-def _forward_from(
-    size: int, interpret: bool | None, inputs: RecurrenceInputs, initial, segment_ids
-):
-    given = *first_order((inputs, initial)), segment_ids
-    if interpret is not None:
-        from reformax.ops.kernels.triton import recurrence as kernel
-
-        results, kept = kernel.forward_from(*given, keep=True, interpret=interpret)
-    else:
-        kept, results = None, _recurrence_from.function(size, None, *given)
-    return results, (inputs, initial, segment_ids, kept)
-
-
-def _backward_from(size: int, interpret: bool | None, results, d_results):
-    results, (d_out, d_final) = first_order((results, d_results))
-    # Without the barrier the compiler would keep intermediate arrays of the forward pass.
-    inputs, initial, segment_ids, kept = lax.optimization_barrier(results)
-    if interpret is not None:
-        from reformax.ops.kernels.triton import recurrence as kernel
-
-        given = inputs, initial, segment_ids, kept, d_out, d_final
-        gradients, d_initial = kernel.backward_from(*given, interpret=interpret)
-    else:
-        x = chunks.chunked(inputs, segment_ids, size, initial)
-        gradients, d_initial = chunks.gradients(x, chunks.cut(d_out, size), d_final)
-        gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
-    gradients = jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs)
-    return gradients, d_initial.astype(initial.dtype), None
-
-
-def _tangent_from(size: int, interpret: bool | None, results, tangents):
-    if interpret is not None:
-        raise NotImplementedError(KERNEL_REFUSAL)
-    function = functools.partial(_recurrence_from.function, size, interpret)
-    return tangent_of(function, results[:3], tangents)
-
-
-_recurrence_from.define(_forward_from, _backward_from, _tangent_from)
 
 
 # Decoding.

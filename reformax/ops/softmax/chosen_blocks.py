@@ -16,9 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-# Scores of the blocks that a query always sees: its own, the first, the one before its own.
-OWN_BLOCK, FIRST_BLOCK, PREVIOUS_BLOCK = 4e30, 3e30, 2e30
-
 
 class ChosenTiles(NamedTuple):
     """Pairs of a query and a block that it chose, in tiles of one block each.

@@ -21,13 +21,9 @@ function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
@@ -38,12 +34,20 @@ from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, is_token
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.softmax.chunk_layout import (
+    ChunkedOrder,
+    by_heads,
+    heads_first,
+    heads_last,
+    keys_in_reach,
+    scan_orders,
+    sum_keys_in_reach,
+    with_border,
+)
 from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.online import Softmax, lowest
+from reformax.ops.softmax.online import Softmax, lowest, without_nan
 from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 
-# Logits of one order that a CPU computes at a time: 2 MiB of float32.
-LOGITS_IN_CACHE = 2**19
 # The equation of the logits of an order.
 LOGITS = "bnclh,bncmh->bnclm"
 
@@ -118,177 +122,8 @@ def _n_slots(chunks: Chunking, order: Order | None) -> tuple[int, int]:
     return n, n // chunks.ratio
 
 
-# Layout: heads, chunks and windows.
-
-
-def _heads_first(x: Float[Array, "B T N H"], length: int) -> Float[Array, "N B Tp H"]:
-    """Puts heads first, and pads positions to `length`."""
-    padding = length - x.shape[1]
-    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, padding), (0, 0)))
-
-
-def _heads_last(x: Float[Array, "N B Tp H"], length: int) -> Float[Array, "B T N H"]:
-    """The inverse of `_heads_first` for `length` positions."""
-    return jnp.moveaxis(x[:, :, :length], 0, 2)
-
-
-def _by_heads(function: Callable, chunks: Chunking, *operands: Any) -> Any:
-    """`function` of arrays `[N, B, T, ...]`, on a CPU for some heads at a time."""
-    n_heads, n_batch, length = operands[0].shape[:3]
-    n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
-    fit = LOGITS_IN_CACHE // max(1, n_batch * length * n_seen)
-    if jax.default_backend() != "cpu" or n_heads <= max(fit, 1):
-        return function(*operands)
-    size = max(n for n in range(1, n_heads) if n_heads % n == 0 and n <= max(fit, 1))
-    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), operands)
-    results = lax.map(lambda group: function(*group), groups)
-    return jax.tree.map(lambda x: x.reshape(n_heads, *x.shape[2:]), results)
-
-
-def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
-    """Rows of `x`, `[N, B, T, ...]`, by index along T; all rows without an index."""
-    if index is None:
-        return x
-    index = index.reshape(index.shape + (1,) * (x.ndim - 3))
-    return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
-
-
-def _split(x: Array, chunk_len: int) -> Array:
-    """Cuts `[N, B, T, ...]` into `[N, B, C, L, ...]`."""
-    return x.reshape(*x.shape[:2], -1, chunk_len, *x.shape[3:])
-
-
-def _merge(x: Array) -> Array:
-    """Joins `[N, B, C, L, ...]` to `[N, B, T, ...]`."""
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-
-def _with_border(x: Array, chunks: Chunking, value: int = 0) -> Array:
-    """`[N, B, C, ...]` with chunks of `value` as the keys' border."""
-    border = [(0, 0), (0, 0), (chunks.n_chunks_before, chunks.n_chunks_after)]
-    return jnp.pad(x, border + [(0, 0)] * (x.ndim - 3), constant_values=value)
-
-
-def _keys_in_reach(x: Array, chunks: Chunking) -> Array:
-    """The keys that each chunk sees: `[N, B, C + border, L, ...] -> [N, B, C, M, ...]`."""
-    reach = chunks.n_chunks_before + chunks.n_chunks_after
-    n = x.shape[2] - reach
-    return jnp.concatenate([x[:, :, i : i + n] for i in range(reach + 1)], axis=3)
-
-
-def _sum_keys_in_reach(x: Array, chunks: Chunking) -> Array:
-    """The transpose of `_keys_in_reach`, `[N, B, C, V, M] -> [N, B, C + border, L, V]`.
-
-    It sums over the windows that hold a key. Windows have features first, because a CPU computes
-    such products twice as fast. The barrier keeps the transposition out of the products.
-    """
-    reach, n = chunks.n_chunks_before + chunks.n_chunks_after, x.shape[2]
-    total = jnp.zeros((*x.shape[:2], n + reach, x.shape[3], chunks.chunk_len), x.dtype)
-    for i, part in enumerate(jnp.split(x, reach + 1, axis=-1)):
-        total = total.at[:, :, i : i + n].add(part)
-    return jnp.swapaxes(jax.lax.optimization_barrier(total), -1, -2)
-
-
-# One order, cut into chunks.
-
-
-class _ChunkedOrder(NamedTuple):
-    """The order of one hash, cut into chunks; None keeps the order of the sequence."""
-
-    chunks: Chunking
-    hash_index: Int[Array, ""]
-    query_positions: Int[Array, "N B T"] | None
-    query_slots: Int[Array, "N B T"] | None
-    key_positions: Int[Array, "N B K"] | None
-    key_slots: Int[Array, "N B T"] | None
-
-    @property
-    def empty_border(self) -> bool:
-        """Whether there is no key before the first chunk of queries, nor after the last."""
-        return self.key_positions is None or self.key_slots is not None
-
-    def at_queries(self, x: Array) -> Array:
-        """Rows of `x`, `[N, B, T, ...]`, at the slots of queries, `[N, B, C, L, ...]`."""
-        return _split(_take(x, self.query_positions), self.chunks.query_chunk_len)
-
-    def at_keys_alone(self, x: Array) -> Array:
-        """Rows of `x` at the slots of keys, without the border where it is empty."""
-        if self.key_positions is None:
-            return self.at_queries(x)
-        return _split(_take(x, self.key_positions), self.chunks.chunk_len)
-
-    def with_border(self, x: Array, outside: int = 0) -> Array:
-        """`at_keys_alone` with the border; `outside` fills an empty one."""
-        return _with_border(x, self.chunks, outside) if self.empty_border else x
-
-    def at_keys(self, x: Array, outside: int = 0) -> Array:
-        """Rows of `x` at the slots of keys and in their border, `[N, B, C + border, L, ...]`."""
-        return self.with_border(self.at_keys_alone(x), outside)
-
-    def by_query(self, x: Array) -> Array:
-        """The transpose of `at_queries`: `[N, B, C, L, ...]` by position."""
-        return _take(_merge(x), self.query_slots)
-
-    def by_key(self, x: Array) -> Array:
-        """The transpose of `at_keys`: sums of `[N, B, C + border, L, ...]` by position."""
-        x = _merge(x)
-        before, after = (
-            n * self.chunks.chunk_len
-            for n in (self.chunks.n_chunks_before, self.chunks.n_chunks_after)
-        )
-        n_slots = x.shape[2]
-        slots = self.query_slots if self.key_slots is None else self.key_slots
-        total = _take(x[:, :, before : n_slots - after], slots)
-        if self.empty_border:
-            return total
-        border_slots = np.r_[:before, n_slots - after : n_slots]
-        head, batch = np.ogrid[: x.shape[0], : x.shape[1]]
-        position = self.key_positions[:, :, border_slots]
-        return total.at[head[..., None], batch[..., None], position].add(x[:, :, border_slots])
-
-    def pair(self, x: Int[Array, "N B T"], outside: int = 0) -> tuple[Array, Array]:
-        """A number of each position for queries, `[..., L, 1]`, and keys, `[..., 1, M]`."""
-        return self.at_queries(x)[..., :, None], self.keys_in_reach(x, outside)
-
-    def keys_in_reach(self, x: Int[Array, "N B T"], outside: int = 0) -> Array:
-        """A number of each position for keys, `[..., 1, M]`."""
-        return _keys_in_reach(self.at_keys(x, outside), self.chunks)[..., None, :]
-
-    def positions(self, length: int) -> tuple[Array, Array]:
-        """The positions of queries, `[..., L, 1]`, and of keys, `[..., 1, M]`.
-
-        A key of an empty border has position `length`, after all others.
-        """
-        if self.query_positions is None:
-            return self.pair(jnp.arange(length)[None, None], length)
-        queries = _split(self.query_positions, self.chunks.query_chunk_len)
-        keys = queries
-        if self.key_positions is not None:
-            keys = _split(self.key_positions, self.chunks.chunk_len)
-        keys = self.with_border(keys, length)
-        return queries[..., :, None], _keys_in_reach(keys, self.chunks)[..., None, :]
-
-
-def _scan_orders(body: Callable, carry: Any, chunks: Chunking, order: Order | None) -> Any:
-    """`lax.scan` of `body(carry, chunked_order)` over the hashes. A single order needs no loop."""
-    if order is None:
-        return body(carry, _ChunkedOrder(chunks, jnp.int32(0), None, None, None, None))
-    of_hashes = order.query_positions, order.query_slots, order.key_positions, order.key_slots
-    n_hashes = order.query_positions.shape[2]
-    if n_hashes == 1:
-        arrays = jax.tree.map(lambda x: x[:, :, 0], of_hashes)
-        return body(carry, _ChunkedOrder(chunks, jnp.int32(0), *arrays))
-    of_hashes = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), of_hashes)
-
-    def each(carry, indexed):
-        index, arrays = indexed
-        return body(carry, _ChunkedOrder(chunks, index, *arrays)), None
-
-    return lax.scan(each, carry, (jnp.arange(n_hashes), of_hashes))[0]
-
-
 def visible_keys(
-    of_hash: _ChunkedOrder,
+    of_hash: ChunkedOrder,
     order: Order | None,
     segment_ids: SegmentIds | None,
     n_heads: int,
@@ -338,7 +173,7 @@ def visible_keys(
 
 
 def _chunk_in_reach(
-    of_hash: _ChunkedOrder,
+    of_hash: ChunkedOrder,
     query_slots: Int[Array, "N B T"],
     key_slots: Int[Array, "N B T"] | None,
 ) -> Bool[Array, "N B C L M"]:
@@ -352,21 +187,21 @@ def _chunk_in_reach(
 
 
 def _between_slots(
-    of_hash: _ChunkedOrder, slots: Int[Array, "N B T"], first: Int[Array, "N B T"]
+    of_hash: ChunkedOrder, slots: Int[Array, "N B T"], first: Int[Array, "N B T"]
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's slot is from the query's `first` to the query's own, in that order."""
     query_slot, key_slot = of_hash.pair(slots)
     return (key_slot >= of_hash.at_queries(first)[..., None]) & (key_slot <= query_slot)
 
 
-def _keys(of_hash: _ChunkedOrder, rows: Array) -> Array:
+def _keys(of_hash: ChunkedOrder, rows: Array) -> Array:
     """The keys of each window, from rows of keys, or of queries where they are shared."""
     rows = length_normalize(rows) if of_hash.chunks.shared_qk else rows
-    return _keys_in_reach(of_hash.with_border(rows), of_hash.chunks)
+    return keys_in_reach(of_hash.with_border(rows), of_hash.chunks)
 
 
 def _dropout_mask(
-    of_hash: _ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
+    of_hash: ChunkedOrder, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
 ) -> Float[Array, "N B C L M"] | float:
     """The dropout mask of one order's weights."""
     if of_hash.chunks.dropout == 0.0:
@@ -402,14 +237,14 @@ def _attend(chunks, q, k, v, order, segment_ids, seed, self_weight):
 def _attend_forward(chunks, q, k, v, order, segment_ids, seed, self_weight):
     n_queries, n_keys = _n_slots(chunks, order)
     sides = (q, n_queries), (k, n_keys), (v, n_keys)
-    q, k, values = (None if x is None else _heads_first(x, n) for x, n in sides)
+    q, k, values = (None if x is None else heads_first(x, n) for x, n in sides)
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segment_ids, seed)
-    out, row_max, row_sum = _by_heads(forward, chunks, q, k, values, order, _head_index(q))
+    out, row_max, row_sum = by_heads(forward, chunks, q, k, values, order, _head_index(q))
     if chunks.sees_itself:
         alone = _alone_weight(chunks, row_sum, segment_ids, seed, self_weight)
         out = out + alone * values.astype(out.dtype)
-    out = _heads_last(out, chunks.length).astype(v.dtype)
+    out = heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are two numbers: a log-sum-exp would lose the sum where logits are
     # large.
     return out, (q, k, values, order, segment_ids, seed, self_weight, out, row_max, row_sum)
@@ -419,24 +254,24 @@ def _attend_backward(chunks, residuals, d_out):
     q, k, v, order, segment_ids, seed, self_weight, out, row_max, row_sum = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i needs no whole row of P.
     row_dot = mean_product(d_out, out) * out.shape[-1]
-    d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
+    d_out, row_dot = (heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segment_ids, seed)
     statistics = (row_max, row_sum, row_dot[..., 0])
-    dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _head_index(q))
+    dq, dk, dv = by_heads(backward, chunks, q, k, v, d_out, statistics, order, _head_index(q))
     if chunks.sees_itself:
         alone = _alone_weight(chunks, row_sum, segment_ids, seed, self_weight)
         dv = dv + alone * d_out.astype(dv.dtype)
 
     def like(dx, x, length=chunks.key_length):
-        return None if x is None else _heads_last(dx, length).astype(x.dtype)
+        return None if x is None else heads_last(dx, length).astype(x.dtype)
 
     return like(dq, q, chunks.length), like(dk, k), like(dv, v), None, None, None, None
 
 
 def _attend_tangent(chunks, residuals, tangents):
     q, k, v, order, segment_ids, seed, self_weight, *_ = residuals
-    q = _heads_last(q, chunks.length)
-    k, v = (None if x is None else _heads_last(x, chunks.key_length) for x in (k, v))
+    q = heads_last(q, chunks.length)
+    k, v = (None if x is None else heads_last(x, chunks.key_length) for x in (k, v))
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     attend = functools.partial(_attend.function, chunks)
     return tangent_of(attend, (q, k, v, order, segment_ids, seed, self_weight), tangents)
@@ -459,7 +294,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     def attend_in_order(carry, of_hash):
         queries = of_hash.at_queries(q)
         keys = _keys(of_hash, of_hash.at_keys_alone(of_keys))
-        values = _keys_in_reach(of_hash.at_keys(v), chunks)
+        values = keys_in_reach(of_hash.at_keys(v), chunks)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
         logits = jnp.where(mask, chunks.logits.of(LOGITS, queries, keys), lowest(dtype))
         order_max = logits.max(axis=-1)
@@ -475,7 +310,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
         return carry.merge(Softmax(*map(of_hash.by_query, (order_acc, order_max, order_sum))))
 
     unseen = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
-    state = _scan_orders(attend_in_order, unseen, chunks, order)
+    state = scan_orders(attend_in_order, unseen, chunks, order)
     return state.output(), *state[1:]
 
 
@@ -485,7 +320,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
     dtype = accum_dtype(q.dtype, v.dtype)
     f32 = dict(preferred_element_type=dtype)
     row_max, row_sum, row_dot = statistics
-    real = row_sum > 0  # a row without visible keys has no gradient
+    real = row_sum != 0  # a row without visible keys has no gradient
     row_max, row_dot = (jnp.where(real, x, 0) for x in (row_max, row_dot))
     inverse_sum = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
     d_out = jnp.where(real[..., None], d_out, 0)
@@ -495,13 +330,13 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         queries = of_hash.at_queries(q)
         rows = of_hash.at_keys_alone(q if k is None else k)
         keys, keys_vjp = jax.vjp(functools.partial(_keys, of_hash), rows)
-        values = _keys_in_reach(of_hash.at_keys(v), chunks)
+        values = keys_in_reach(of_hash.at_keys(v), chunks)
         d_attended = of_hash.at_queries(d_out)
         mask = visible_keys(of_hash, order, segment_ids, n_heads, length)
         max_of_row, inverse_of_row, dot = (
             of_hash.at_queries(x)[..., None] for x in (row_max, inverse_sum, row_dot)
         )
-        mask = mask & (inverse_of_row > 0)
+        mask = mask & (inverse_of_row != 0)
         # A visible logit exceeds the maximum by rounding alone.
         capped = chunks.logits.of(LOGITS, queries, keys)
         logits = capped - max_of_row
@@ -517,19 +352,19 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         d_logits = chunks.logits.scaled(d_logits, q.shape[-1])
         d_logits = jnp.where(mask, d_logits, 0).astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
-        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
+        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, without_nan(queries), **f32)
         (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border is added after the sum, which keeps the bits of short sequences.
             if of_hash.key_positions is not None:
-                d_queries = _with_border(d_queries, chunks)
+                d_queries = with_border(d_queries, chunks)
             d_rows = d_rows.astype(dtype) + d_queries
             dq = dq + of_hash.by_key(of_hash.with_border(d_rows))
         else:
             dq = dq + of_hash.by_query(d_queries)
             dk = dk + of_hash.by_key(of_hash.with_border(d_rows)).astype(dtype)
-        dv = dv + of_hash.by_key(_sum_keys_in_reach(d_values, chunks))
+        dv = dv + of_hash.by_key(sum_keys_in_reach(d_values, chunks))
         return dq, dk, dv
 
     zeros = tuple(None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v))
-    return _scan_orders(attend_in_order, varying_as((q, v), zeros), chunks, order)
+    return scan_orders(attend_in_order, varying_as((q, v), zeros), chunks, order)

@@ -2,7 +2,7 @@
 
 An op that attends to some keys computes dense attention's softmax over these alone. Where dense
 attention has little weight elsewhere, the two agree. The share is computed for a sample of queries,
-whose dense logits are few, in O(T) time and memory besides the op's query_ids passes.
+whose dense logits are few, in O(T) time and memory besides the op's own passes.
 
 Which keys a query sees is read off the op's gradient. Its output is linear in the values, so the
 gradient of channel c of one query's output with respect to channel c of the values is that query's
@@ -35,11 +35,11 @@ _TOGETHER = 8
 def sampled_positions(length: int, n: int) -> np.ndarray:
     """`n` of `length` positions, one in each of n equal parts, always the same ones.
 
-    They lie anywhere in the parts, for those of one grid would be alike in blocks and chunks.
+    They lie anywhere in the parts: those of a grid would all lie alike in their blocks and chunks.
     """
     borders = np.arange(n + 1) * length // n
-    places = np.random.default_rng(n).random(n)
-    return (borders[:-1] + np.diff(borders) * places).astype(np.int32)
+    fractions = np.random.default_rng(n).random(n)
+    return (borders[:-1] + np.diff(borders) * fractions).astype(np.int32)
 
 
 def weight_rows(

@@ -123,6 +123,15 @@ def nonzero(row_sum: Float[Array, "*d"]) -> Float[Array, "*d"]:
     return jnp.where(row_sum == 0.0, 1.0, row_sum)
 
 
+def without_nan(q: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
+    """Queries with 0 for NaN, for their product with the gradient of logits.
+
+    That gradient is NaN where such a query sees a key, and 0 where it sees none: 0 times NaN would
+    make the gradients of other keys NaN.
+    """
+    return jnp.where(jnp.isnan(q), 0, q)
+
+
 def masked_softmax(logits: Float[Array, "*d"], mask: Bool[Array, "*#d"]) -> Float[Array, "*d"]:
     """The weights of each row over its visible keys; zeros for a row that sees none."""
     weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))

@@ -45,7 +45,7 @@ from reformax.ops.numerics.row_blocks import (
 )
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
-from reformax.ops.softmax.online import Softmax, lowest, nonzero
+from reformax.ops.softmax.online import Softmax, lowest, nonzero, without_nan
 
 # Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
 # several kernels write and read them, and more logits at a time amortize the launches.
@@ -347,11 +347,11 @@ def backward(
             s = logits(tiling, x, group, queries, keys, q, k)
             # A logit exceeds the maximum by rounding alone.
             p = jnp.exp(jnp.minimum(s - row_max, 0)) * row_inverse
-            p = jnp.where(row_inverse > 0, p, 0)
+            p = jnp.where(s == -jnp.inf, 0, p)  # of a query of NaN too
             mask = tile_dropout_mask(tiling, x, group, queries, keys)
             dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, **f32)
             # The product with a hidden value may have overflowed.
-            ds = jnp.where(p > 0, p * (dp * mask - row_dot), 0)
+            ds = jnp.where(p == 0, 0, p * (dp * mask - row_dot))
             p = (p * mask).astype(v.dtype)
             dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, **f32)
             if d_bias is not None:
@@ -360,7 +360,7 @@ def backward(
                 capped = tiling.logits.of("bnqh,bnkh->bnqk", q, k)
                 ds = tiling.logits.before_cap(ds, capped)
             ds = ds.astype(q.dtype)
-            dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, **f32)
+            dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, without_nan(q), **f32)
             dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)
             return add_rows(dq_all, dq * tiling.logits.scale, group, queries), d_bias, dk, dv
 

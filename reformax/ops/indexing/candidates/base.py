@@ -69,9 +69,12 @@ class Candidates(Options):
         raise NotImplementedError
 
     def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:
-        """Numbers in memory for each query, of so many searched vectors, until it is scored.
+        """How many numbers a query takes in memory until its candidates are scored.
 
-        Of them `n_each` are of each candidate.
+        Args:
+          x: the keys.
+          n_searched: vectors of a query that are searched.
+          n_each: numbers that a candidate takes.
         """
         raise NotImplementedError
 

@@ -21,7 +21,8 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.kernels.triton import block_sparse, indexer_gradient, listed
 from reformax.ops.kernels.triton.common import bits_of
 from reformax.ops.kernels.triton.group_rows import GroupInputs
-from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, IndexerArrays, KeyRule
+from reformax.ops.kernels.triton.indexer_gradient import IndexerArrays
+from reformax.ops.kernels.triton.indexer_gradient_lists import AttentionInputs, KeyRule
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 

@@ -22,7 +22,7 @@ from reformax.ops.kernels.triton import listed, nsa
 from reformax.ops.kernels.triton.chosen_keys import ChoiceLearner
 from reformax.ops.kernels.triton.common import bits_of
 from reformax.ops.kernels.triton.group_rows import GroupInputs
-from reformax.ops.kernels.triton.indexer_gradient import AttentionInputs, KeyRule
+from reformax.ops.kernels.triton.indexer_gradient_lists import AttentionInputs, KeyRule
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.softmax.learned_sinks import Results, d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, nonzero

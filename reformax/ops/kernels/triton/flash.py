@@ -5,7 +5,9 @@
     d_keys      dK = dS^T Q and dV = P^T dO       algorithm 2, by columns
 
 The backward pass recomputes logits, by rows and by columns: each row of a gradient has one writer,
-so sums have one order and need no atomics.
+so sums have one order and need no atomics. A query of NaN makes NaN the gradients of all keys and
+values in the tiles that it visits, and in array operations of those that it sees: here that would
+take another pass over the queries.
 
 A `Program` holds a tile of one side on the chip, and visits blocks of the other side. It says which
 blocks these are, where their rows are in memory, and which keys are visible. What follows the loop

@@ -11,6 +11,7 @@ number of keys padded to whole tiles.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +58,11 @@ class IndexerInputs(NamedTuple):
     start: Array  # [1]: the first query of a chunk, counted from the first of all
     key_scale: Array | None = None  # [B, S]: what scores are multiplied by
     first: Array | None = None  # [1]: the position of the first of all queries; None: 0
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale of scores in the softmax that an indexer learns by."""
+        return 1.0 / math.sqrt(self.queries[0].shape[2] * self.queries[0].shape[3])
 
 
 class IndexerProgram(NamedTuple):
@@ -251,7 +257,7 @@ def choose_positions(
       n_best: K.
       causal: whether later positions are hidden.
       interpret: whether to run the kernels on any device, slowly.
-      queries, weights, keys: the indexer's arrays, float32.
+      queries, weights, keys: the indexer's arrays, float32, `precision.rounded`.
       ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
       dtype: what queries and keys were rounded to.

@@ -4,10 +4,10 @@ It comes from the loss (DeepSeek-V3.2-Exp, eq. 4) alone, and not from the attent
 
     dI_ts = softmax_s(I_t) - mean_n P_nts
 
-Where lists are short, a program has one query and reads the keys of its list: the softmax's sums in
-one loop, then this difference and the gradients of the query's vectors and weights. It writes the
-difference into a row of zeros. A program with all keys reads each once for many queries, so lists
-do not pay where they are long, or where many key heads each have few query heads. Then
+Where lists are short, a program has one query and reads the keys of its list
+(`indexer_gradient_lists`). It writes this difference into a row of zeros. A program with all keys
+reads each once for many queries, so lists do not pay where they are long, or where many key heads
+each have few query heads. Then
 
   * one kernel computes the sums of the softmax of the scores over the chosen positions;
   * one writes the difference, a tile at a time;
@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,23 +64,26 @@ from reformax.ops.kernels.triton.indexer import (
     padded_length,
     tile_index,
 )
+from reformax.ops.kernels.triton.indexer_gradient_lists import (
+    AttentionInputs,
+    GradientOutputs,
+    KeyRule,
+    ListInputs,
+    lists_kernel,
+)
 from reformax.ops.masking.visibility import Side
-from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import nonzero
 
 # Lists are read where they cost less than tiles. A listed key of a key head costs about as much as
 # this many pairs of a tile with one head; those of an indexer cost as much as 8 heads.
 LISTED_COST, INDEXER_HEADS = 128, 8
 # The keys to a listed one from which on contributions of lists take less than a visit of all pairs:
-# 128 bytes written and read and a place in a sort, at about 0.12 ns, against 3 ps.
+# 128 bytes written and read and an entry of a sort, at about 0.12 ns, against 3 ps.
 SUMMED_COST = 64
 # The widest heads of tiles of more keys, which read queries less often.
 NARROW = 128
-# Keys of a tile of a list, numbers that are set to zero at a time, and pipeline stages: reads of
-# a list, then those of its keys, then products.
-LIST_COLUMNS, ZEROS, LIST_STAGES = 64, 1024, 3
-# Bytes of the queries of a part of a group of heads.
-MAX_PART_BYTES = 64 * 128 * 2
+# Pipeline stages of programs of lists: reads of a list, then those of its keys, then products.
+LIST_STAGES = 3
 
 
 class IndexerArrays(NamedTuple):
@@ -89,20 +92,6 @@ class IndexerArrays(NamedTuple):
     queries: Float[Array, "B T J D"]
     weights: Float[Array, "B T J"]
     keys: Float[Array, "B S D"]
-
-
-class KeyRule(NamedTuple):
-    """The static settings of the indexer's gradient.
-
-    Attributes:
-      causal: whether later keys are hidden.
-      logits: how the attention's products become logits.
-      span: positions of a key, which is seen from the last one on.
-    """
-
-    causal: bool
-    logits: Logits
-    span: int = 1
 
 
 class _SoftmaxSums(NamedTuple):
@@ -115,22 +104,6 @@ class _SoftmaxSums(NamedTuple):
     row_sum: Array
 
 
-class AttentionInputs(NamedTuple):
-    """The arrays of the attention that the difference reads."""
-
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, S, G, H]
-    row_max: Array  # [B, N, T], of `Softmax`
-    row_sum: Array
-    # [B, T]: the sum of all heads' weights of these keys; None: N, as there are no others
-    total: Array | None = None
-
-
-def _scale(x: IndexerInputs) -> float:
-    """The scale of scores in the indexer's softmax."""
-    return 1.0 / math.sqrt(x.queries[0].shape[2] * x.queries[0].shape[3])
-
-
 def _chosen(program: IndexerProgram, bits, query: Side, key_tile: Any, key: Side) -> Array:
     """Which visible keys of a tile each query chose."""
     sides, n_keys = (column(query), line(key)), program.columns
@@ -140,8 +113,8 @@ def _chosen(program: IndexerProgram, bits, query: Side, key_tile: Any, key: Side
 
 def _sums_kernel(x: IndexerInputs, bits, out: _SoftmaxSums, *, rule: KeyRule):
     tile, batch = pl.program_id(0), pl.program_id(1)
-    program = IndexerProgram(x, batch, rule.causal, rule.span)
-    query, scale = program.queries(tile), _scale(x)
+    program = rule.program(x, batch)
+    query, scale = program.queries(tile), x.softmax_scale
 
     def step(i, state):
         row_max, row_sum = state
@@ -170,7 +143,7 @@ def _difference_kernel(
 ):
     """A tile of the gradient of the scaled scores."""
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, rule.causal, rule.span, columns)
+    program = rule.program(x, batch, columns)
     n_heads, size = attention.q.shape[2:]
     width, group = power_of_two(size), n_heads // attention.k.shape[2]
 
@@ -195,7 +168,7 @@ def _difference_kernel(
         weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)
         row_max, row_sum = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
         # A score may exceed the maximum by rounding, which for large scores is not small.
-        scores = jnp.minimum(program.scores(query, key) - row_max[:, None], 0.0) * _scale(x)
+        scores = jnp.minimum(program.scores(query, key) - row_max[:, None], 0.0) * x.softmax_scale
         index_weights = jnp.exp(hide(scores, mask)) * (1.0 / nonzero(row_sum))[:, None]
         if attention.total is None:
             difference = index_weights - weights * (1.0 / n_heads)
@@ -215,7 +188,7 @@ def _tile_of(difference, batch, tile, key_tile) -> Float[Array, "I C"]:
 def _queries_kernel(x: IndexerInputs, difference, gradients, *, rule: KeyRule):
     """The gradients of a tile of queries of an index head, and of their weights."""
     tile, head, batch = (pl.program_id(i) for i in range(3))
-    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    program = rule.program(x, batch)
     query = program.queries(tile)
     (q,), weight = program.of_queries(query, head), program.weights(query, head)
 
@@ -229,7 +202,7 @@ def _queries_kernel(x: IndexerInputs, difference, gradients, *, rule: KeyRule):
 
     sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
     dq, dw = lax.fori_loop(jnp.int32(0), program.end(tile), step, sums)
-    row, scale = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32), _scale(x)
+    row, scale = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32), x.softmax_scale
     view, mask = view_rows(gradients[0], batch, row, head, dq.shape[1], None)
     pltriton.store(view, dq * (weight * scale)[:, None], mask=mask)
     pltriton.store(gradients[1].at[batch, row, head], dw * scale)
@@ -238,7 +211,7 @@ def _queries_kernel(x: IndexerInputs, difference, gradients, *, rule: KeyRule):
 def _keys_kernel(x: IndexerInputs, difference, out, *, rule: KeyRule):
     """The gradient of a tile of keys, summed over a chunk's queries."""
     key_tile, batch = pl.program_id(0), pl.program_id(1)
-    program = IndexerProgram(x, batch, rule.causal, rule.span)
+    program = rule.program(x, batch)
     (k,) = program.of_keys(program.keys(key_tile))
     first = program.first_query_tile(key_tile)
 
@@ -256,266 +229,7 @@ def _keys_kernel(x: IndexerInputs, difference, out, *, rule: KeyRule):
     total = lax.fori_loop(first, n_tiles, step, jnp.zeros(k.shape, jnp.float32))
     position = key_tile * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
     view, mask = view_rows(out, batch, position, 0, total.shape[1], None)
-    pltriton.store(view, total * _scale(x), mask=mask)
-
-
-class _ListInputs(NamedTuple):
-    x: IndexerInputs
-    attention: AttentionInputs
-    chosen: Array  # [B, T, K]
-
-
-class _Outputs(NamedTuple):
-    """What a chunk of queries gives.
-
-    Attributes:
-      queries, weights: the gradients of its own.
-      difference: of which those of the keys are made; or None, and
-      contributions: to the gradient of each key of its lists.
-    """
-
-    queries: Array  # [B, Q, J, D]
-    weights: Array  # [B, Q, J]
-    difference: Array | None  # [B, Q, F]
-    contributions: Array | None  # [B, 1, Q, K, D]
-
-
-class _ListedKeys(NamedTuple):
-    """A tile of a query's list.
-
-    Attributes:
-      slot: in the list.
-      exists: whether there is a key.
-      number: of the keys, 0 where there is none.
-      visible: whether it sees them.
-      rows: of the index keys.
-      products: of the index heads with them.
-      scores: of eq. 1.
-    """
-
-    slot: Int[Array, " C"]
-    exists: Array
-    number: Int[Array, " C"]
-    visible: Array
-    rows: Float[Array, "C D"]
-    products: Float[Array, "J C"]
-    scores: Float[Array, " C"]
-
-
-class _Heads(NamedTuple):
-    """Heads of a query that share a key head."""
-
-    q: Float[Array, "M H"]
-    row_max: Float[Array, " M"]
-    inverse_sum: Float[Array, " M"]
-
-
-class _ListProgram(NamedTuple):
-    """The program of one query, whose position is 0 where there is none."""
-
-    rule: KeyRule
-    inputs: _ListInputs
-    tiles: IndexerProgram
-    batch: Any
-    query: Side
-
-    @classmethod
-    def located(cls, rule: KeyRule, inputs: _ListInputs, row: Any, batch: Any) -> Self:
-        """The program of a row of the chunk."""
-        x = inputs.x
-        tiles = IndexerProgram(x, batch, rule.causal, rule.span)
-        position = x.start[0] + row
-        exists = position < x.queries[0].shape[1]
-        position = jnp.where(exists, position, 0)
-        ids = None if x.ids is None else x.ids[batch, position]
-        return cls(rule, inputs, tiles, batch, Side(position, ids, exists))
-
-    def index_heads(self) -> tuple[Float[Array, "J D"], Float[Array, " J"]]:
-        """The vectors and weights of the index heads."""
-        (queries,), n = self.inputs.x.queries, self.inputs.x.weights.shape[2]
-        head = jnp.arange(power_of_two(n), dtype=jnp.int32)
-        q = _heads_of(queries, self.batch, self.query.position, head, head < n)
-        at = self.batch, self.query.position, jnp.where(head < n, head, 0)
-        return q, load(self.inputs.x.weights.at[at], head < n, 0.0)
-
-    @property
-    def group(self) -> int:
-        """The query heads of a key head."""
-        return self.inputs.attention.q.shape[2] // self.inputs.attention.k.shape[2]
-
-    @property
-    def n_rows(self) -> int:
-        """The heads of a part of a group."""
-        q = self.inputs.attention.q
-        most = MAX_PART_BYTES // (power_of_two(q.shape[3]) * q.dtype.itemsize)
-        return max(16, min(most, power_of_two(self.group)))
-
-    @property
-    def n_parts(self) -> int:
-        """The parts of all groups."""
-        return -(-self.group // self.n_rows) * self.inputs.attention.k.shape[2]
-
-    def key_head(self, part: Any) -> Any:
-        return lax.div(part, jnp.int32(-(-self.group // self.n_rows)))
-
-    def heads(self, part: Any) -> _Heads:
-        """The attention's heads of a part of a group."""
-        q, _, row_max, row_sum, _ = self.inputs.attention
-        per_group, key_head = -(-self.group // self.n_rows), self.key_head(part)
-        number = (part - key_head * per_group) * self.n_rows
-        number = number + jnp.arange(self.n_rows, dtype=jnp.int32)
-        exists = number < self.group
-        head = key_head * self.group + jnp.where(exists, number, 0)
-        at = self.batch, head, self.query.position
-        row_max, row_sum = (load(ref.at[at], exists, 0.0) for ref in (row_max, row_sum))
-        inverse = jnp.where(exists, 1.0 / nonzero(row_sum), 0.0)
-        return _Heads(_heads_of(q, self.batch, self.query.position, head, exists), row_max, inverse)
-
-    def keys(self, i: Any, heads: tuple[Array, Array]) -> _ListedKeys:
-        """A tile of the list, with the scores of the index heads."""
-        x, chosen = self.inputs.x, self.inputs.chosen
-        slot = i * LIST_COLUMNS + jnp.arange(LIST_COLUMNS, dtype=jnp.int32)
-        exists = slot < chosen.shape[2]
-        at = self.batch, self.query.position, jnp.where(exists, slot, 0)
-        number = load(chosen.at[at], exists, -1)
-        exists, number = number >= 0, jnp.maximum(number, 0)
-        ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, number], exists, 0)
-        visible = self.tiles.sees(self.query, Side(number, ids, exists))
-        (keys,), (queries, weights) = x.keys, heads
-        width = power_of_two(keys.shape[3])
-        rows = load(*view_rows(keys, self.batch, number, 0, width, visible), 0.0)
-        products = matmul(queries, rows, transpose_b=True)
-        scores = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=0)
-        return _ListedKeys(slot, exists, number, visible, rows, products, scores)
-
-    def mean_weights(self, keys: _ListedKeys, alone: _Heads | None) -> Float[Array, " C"]:
-        """The mean of all heads' weights; `alone` is the only part."""
-        attention = self.inputs.attention
-        n_heads, size = attention.q.shape[2:]
-
-        def add(part, total):
-            heads = self.heads(part) if alone is None else alone
-            at = self.batch, keys.number, self.key_head(part), power_of_two(size)
-            view = view_rows(attention.k, *at, keys.visible)
-            logits = matmul(heads.q, load(*view, 0.0), transpose_b=True)
-            logits = hide(self.rule.logits.capped(logits, math.sqrt(size)), keys.visible[None, :])
-            row_max = (heads.row_max * LOG2_E)[:, None]
-            weights = recompute_weights(logits, row_max, heads.inverse_sum[:, None], size)
-            return total + jnp.sum(weights, axis=0)
-
-        total = jnp.zeros((LIST_COLUMNS,), jnp.float32)
-        if alone is None:
-            total = lax.fori_loop(jnp.int32(0), jnp.int32(self.n_parts), add, total)
-        else:
-            total = add(jnp.int32(0), total)
-        if attention.total is None:
-            return total * (1.0 / n_heads)
-        return total / nonzero(attention.total[self.batch, self.query.position])
-
-    def softmax_sums(self, heads) -> tuple[Any, Any]:
-        """The largest score of the list, and the sum of its softmax."""
-        scale = _scale(self.inputs.x)
-
-        def step(i, state):
-            largest, total = state
-            keys = self.keys(i, heads)
-            scores = hide(keys.scores, keys.visible)
-            new = jnp.maximum(largest, scores)
-            total = total * jnp.exp((largest - new) * scale) + jnp.exp((scores - new) * scale)
-            return new, total
-
-        state = tuple(jnp.full((LIST_COLUMNS,), x, jnp.float32) for x in (LOWEST, 0.0))
-        largest, total = self.over_list(step, state)
-        row_max = jnp.max(largest)
-        return row_max, jnp.sum(total * jnp.exp((largest - row_max) * scale))
-
-    def over_list(self, step: Callable, state: Any) -> Any:
-        n_tiles = -(-self.inputs.chosen.shape[2] // LIST_COLUMNS)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(n_tiles), step, state)
-
-
-def _heads_of(ref, batch, position, head: Int[Array, " M"], exists) -> Float[Array, "M H"]:
-    """Rows of some heads at one position of `[B, T, N, H]`."""
-    size = ref.shape[3]
-    number = jnp.arange(power_of_two(size), dtype=jnp.int32)[None, :]
-    head = jnp.where(exists, head, 0)[:, None]
-    mask = exists[:, None] & (number < size)
-    return load(ref.at[batch, position, head, jnp.where(number < size, number, 0)], mask, 0.0)
-
-
-def _clear_row(difference, batch, row, end) -> None:
-    """Sets a row to zero up to the end of the tiles that are read."""
-
-    def clear(i, _):
-        position = i * ZEROS + jnp.arange(ZEROS, dtype=jnp.int32)
-        zeros = jnp.zeros((ZEROS,), difference.dtype)
-        # The interpreter also writes where it masks, which nothing reads.
-        pltriton.store(difference.at[batch, row, position], zeros, mask=position < end)
-
-    lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
-
-
-def _put_contributions(ref, batch, row, keys: _ListedKeys, found: Float[Array, "C D"]) -> None:
-    """Writes what a tile of the list adds to the gradients of its keys."""
-    column = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
-    mask = keys.exists[:, None] & (column < ref.shape[4])
-    view = ref.at[batch, 0, row, keys.slot[:, None], column]
-    pltriton.store(view, found.astype(ref.dtype), mask=mask)
-
-
-def _lists_kernel(
-    inputs: _ListInputs, out: _Outputs, *, rule: KeyRule, barrier: Callable[[], None]
-):
-    """The gradients of a query's index heads, and what it adds to those of its keys."""
-    row, batch = pl.program_id(0), pl.program_id(1)
-    program = _ListProgram.located(rule, inputs, row, batch)
-    scale = _scale(inputs.x)
-    if out.difference is not None:
-        end = program.tiles.end(lax.div(row, jnp.int32(ROWS))) * COLUMNS
-        _clear_row(out.difference, batch, row, end)
-        barrier()
-    heads = program.index_heads()
-    row_max, row_sum = program.softmax_sums(heads)
-    alone = program.heads(jnp.int32(0)) if program.n_parts == 1 else None
-    learns = True
-    if inputs.attention.total is not None:
-        # A query that gives these keys no weight has nothing to learn.
-        learns = inputs.attention.total[batch, program.query.position] > 0
-
-    def step(i, sums):
-        dq, dw = sums
-        keys = program.keys(i, heads)
-        # A score may exceed the maximum by rounding, which for large scores is not small.
-        scores = jnp.minimum(keys.scores - row_max, 0.0) * scale
-        weights = jnp.exp(hide(scores, keys.visible)) * (1.0 / nonzero(row_sum))
-        slope = weights - program.mean_weights(keys, alone)
-        # A row that sees NaN has no gradient.
-        slope = jnp.where((slope == slope) & learns, slope, 0.0)
-        active = jnp.where(keys.products > 0, slope[None, :], 0.0)
-        if out.difference is None:
-            weighted = (active * (heads[1] * scale)[:, None]).T.astype(keys.rows.dtype)
-            _put_contributions(out.contributions, batch, row, keys, matmul(weighted, heads[0]))
-        else:
-            position = jnp.where(keys.visible, keys.number, out.difference.shape[2])
-            view = out.difference.at[batch, row, position]
-            pltriton.store(view, slope.astype(out.difference.dtype), mask=keys.visible)
-        return dq + matmul(active.astype(keys.rows.dtype), keys.rows), dw + active * keys.products
-
-    sums = jnp.zeros(heads[0].shape, jnp.float32)
-    sums = sums, jnp.zeros((len(heads[1]), LIST_COLUMNS), jnp.float32)
-    dq, dw = program.over_list(step, sums)
-    n_heads, size = out.queries.shape[2:]
-    head, number = (jnp.arange(n, dtype=jnp.int32) for n in dq.shape)
-    mask = (head < n_heads)[:, None] & (number < size)[None, :]
-    view = out.queries.at[
-        batch,
-        row,
-        jnp.where(head < n_heads, head, n_heads)[:, None],
-        jnp.where(number < size, number, size)[None, :],
-    ]
-    pltriton.store(view, dq * (heads[1] * scale)[:, None], mask=mask)
-    view = out.weights.at[batch, row, jnp.where(head < n_heads, head, n_heads)]
-    pltriton.store(view, jnp.sum(dw, axis=1) * scale, mask=head < n_heads)
+    pltriton.store(view, total * x.softmax_scale, mask=mask)
 
 
 def reads_lists(n_chosen: int, n_keys: int, n_heads: int, n_kv: int) -> bool:
@@ -563,7 +277,7 @@ def indexer_gradient(
         return jax.ShapeDtypeStruct((n_batch, *of), of_dtype)
 
     n_rows = n_tiles * ROWS
-    shapes = _Outputs(shape(n_rows, n_index, size), shape(n_rows, n_index), None, None)
+    shapes = GradientOutputs(shape(n_rows, n_index, size), shape(n_rows, n_index), None, None)
     if sums_lists:  # in the dtype of their products, as is the difference, which is multiplied
         last = shape(1, n_rows, chosen.shape[2], size, of_dtype=dtype)
         shapes = shapes._replace(contributions=last)
@@ -598,21 +312,21 @@ def indexer_gradient(
     return IndexerArrays(d_queries, d_weights, d_keys[:, :, 0])
 
 
-def _by_lists(interpret, rule, n_stages, attention, chosen, shapes: _Outputs) -> Callable:
+def _by_lists(interpret, rule, n_stages, attention, chosen, shapes: GradientOutputs) -> Callable:
     """The outputs of a chunk, of programs that read lists."""
     barrier = (lambda: None) if interpret else pltriton.debug_barrier
-    kernel = functools.partial(_lists_kernel, barrier=barrier)
+    kernel = functools.partial(lists_kernel, barrier=barrier)
     grid = shapes.queries.shape[1], len(chosen)
     stages = LIST_STAGES if n_stages > 1 else 1
 
-    def gradients_of(chunk: IndexerInputs) -> _Outputs:
-        inputs = (_ListInputs(chunk, attention, chosen),)
+    def gradients_of(chunk: IndexerInputs) -> GradientOutputs:
+        inputs = (ListInputs(chunk, attention, chosen),)
         return _launch(interpret, rule, stages, kernel, inputs, (shapes,), grid)[0]
 
     return gradients_of
 
 
-def _by_tiles(run, attention, chosen, x: IndexerInputs, shapes: _Outputs) -> Callable:
+def _by_tiles(run, attention, chosen, x: IndexerInputs, shapes: GradientOutputs) -> Callable:
     """The outputs of a chunk, of programs with tiles of all keys."""
     (n_batch, length, _), (keys,) = chosen.shape, x.keys
     bits = bits_of(chosen, keys.shape[1])
@@ -623,14 +337,14 @@ def _by_tiles(run, attention, chosen, x: IndexerInputs, shapes: _Outputs) -> Cal
     columns = SCORE_COLUMNS if is_narrow else COLUMNS
     n_tiles, n_columns = shapes.difference.shape[1] // ROWS, shapes.difference.shape[2]
 
-    def gradients_of(chunk: IndexerInputs) -> _Outputs:
+    def gradients_of(chunk: IndexerInputs) -> GradientOutputs:
         kernel = functools.partial(_difference_kernel, columns=columns)
         grid = n_tiles, n_columns // columns, n_batch
         inputs = chunk, bits, sums, attention
         difference = run(kernel, inputs, shapes.difference, grid, columns // 16)
         grid = n_tiles, shapes.queries.shape[2], n_batch
         (found,) = run(_queries_kernel, (chunk, difference), (tuple(shapes[:2]),), grid)
-        return _Outputs(*found, difference, None)
+        return GradientOutputs(*found, difference, None)
 
     return gradients_of
 
@@ -644,5 +358,5 @@ def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):
         num_warps=n_warps,
         num_stages=n_stages,
         interpret=interpret,
-        name=f"dsa{getattr(kernel, 'func', kernel).__name__.removesuffix('_kernel')}",
+        name=f"dsa_{getattr(kernel, 'func', kernel).__name__.strip('_').removesuffix('_kernel')}",
     )

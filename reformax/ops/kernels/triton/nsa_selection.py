@@ -41,9 +41,8 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import CAUSAL, Side
-from reformax.ops.numerics.best import with_nan_highest
+from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, with_nan_highest
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax.chosen_blocks import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK
 from reformax.ops.softmax.online import nonzero
 
 # Summaries of a tile; pipeline stages by the number of parts of a number (`in_three`).

@@ -110,8 +110,8 @@ def _run(
     )
 
 
-class KeptResults(NamedTuple):
-    """What the backward pass reads beside the inputs.
+class Residuals(NamedTuple):
+    """What the backward pass reads besides the inputs.
 
     The solution is L numbers for a position and head in the inputs' dtype, half of keys of 128. The
     others are float32, of groups that fill a GPU: less than 30 MB with heads up to 128.
@@ -120,7 +120,7 @@ class KeptResults(NamedTuple):
     begins: RecurrenceStates | None = None  # the state before each group; None of one group
     # For the delta rule, the states of groups from zeros, and the groups' transitions.
     transitions: RecurrenceStates | None = None
-    solution: Float[Array, "B N Tp L"] | None = None  # `kept` of `SolvedDelta`
+    solution: Float[Array, "B N Tp L"] | None = None  # of `SolvedDelta`
 
 
 class _Launches(NamedTuple):
@@ -144,11 +144,11 @@ class _Launches(NamedTuple):
     def by_feature(self) -> bool:
         return self.x.decay is not None and self.x.decay.ndim == 4
 
-    def solved(self, kept: KeptResults | None = None, keep: bool = False) -> SolvedDelta | None:
+    def solved(self, residuals: Residuals | None = None, keep: bool = False) -> SolvedDelta | None:
         """The delta rule of all chunks; None without `beta`.
 
         Args:
-          kept: the forward pass's results, for the backward pass, which reads the inverse too.
+          residuals: of the forward pass, for the backward pass, which reads the inverse too.
           keep: whether to write what the backward pass reads.
         """
         x = self.x
@@ -156,17 +156,17 @@ class _Launches(NamedTuple):
             return None
         batch, _, n_heads, _ = x.k.shape
         square = self._shape(batch, n_heads, self.plan.padded, L)
-        inverse, keeps = (square if wanted else None for wanted in (kept is not None, keep))
+        inverse, keeps = (square if wanted else None for wanted in (residuals is not None, keep))
         shapes = SolvedDelta(self._like(x.k), self._like(x.v), inverse, keeps)
-        solution = None if kept is None else kept.solution
+        solution = None if residuals is None else residuals.solution
         return self._each(solve_kernel, (solution,), (shapes,))[0]
 
     def states(
         self,
         solved,
         initial: RecurrenceStates | None = None,
-        kept: KeptResults | None = None,
-    ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, KeptResults]:
+        residuals: Residuals | None = None,
+    ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, Residuals]:
         """The state before each chunk, the written values, and the state after the last chunk.
 
         The state after the last chunk is there with the one before the first chunk, `initial`, of
@@ -185,15 +185,15 @@ class _Launches(NamedTuple):
 
         if initial is not None:
             states, values, final = run(initial, *self._state_shapes(F32))
-            kept = KeptResults()
+            residuals = Residuals()
         else:
-            if kept is None:
+            if residuals is None:
                 begins, ends = self._groups(run, None, reverse=False)
-                kept = KeptResults(begins, None if solved is None else ends)
-            states, values, final = run(kept.begins, self._state_shapes()[0], None)
+                residuals = Residuals(begins, None if solved is None else ends)
+            states, values, final = run(residuals.begins, self._state_shapes()[0], None)
         if solved is None:
-            return states, self.x.v, final, kept
-        return states, values, final, kept._replace(solution=solved.kept)
+            return states, self.x.v, final, residuals
+        return states, values, final, residuals._replace(solution=solved.solution)
 
     def d_states(
         self, solved, d_out, d_total, d_values_within, transitions, d_final=None
@@ -206,7 +206,7 @@ class _Launches(NamedTuple):
         Args:
           solved, d_out, d_total: as in the kernel.
           d_values_within: the gradients of values by the outputs of their chunk.
-          transitions: as in `KeptResults`.
+          transitions: as in `Residuals`.
         """
 
         def run(begins, states, ends):
@@ -297,19 +297,19 @@ class _Launches(NamedTuple):
         return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
     def gradients(
-        self, d_out, kept: KeptResults, d_total=None, initial=None, d_final=None, units=None
+        self, d_out, residuals: Residuals, d_total=None, initial=None, d_final=None, units=None
     ):
         """The gradients of the inputs, and of the state before them where there is one."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
-        solved = self.solved(kept)
-        states, values, _, _ = self.states(solved, initial, kept)
+        solved = self.solved(residuals)
+        states, values, _, _ = self.states(solved, initial, residuals)
         d_values_within = inverse = None
         if solved is not None:
             (d_values_within,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
         d_states, d_values, d_initial = self.d_states(
-            solved, d_out, d_total, d_values_within, kept.transitions, d_final
+            solved, d_out, d_total, d_values_within, residuals.transitions, d_final
         )
         numbers = self._shape(*x.k.shape[:3], dtype=F32)
         decay = None
@@ -351,87 +351,60 @@ def forward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     order: Int[Array, "B T"] | None = None,
+    initial: Float[Array, "B N H V"] | None = None,
     *,
     keep: bool = False,
     interpret: bool = False,
     groups: int | None = None,
-) -> tuple[Float[Array, "B T N V"], KeptResults]:
-    """The outputs, in the dtype of products' inputs.
+) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B N H V"] | None], Residuals]:
+    """The outputs, in the dtype of products' inputs, and with `initial` the last state, in float32.
 
     Args:
       x: as in `ops.recurrence.recurrence.recurrence`.
       ids: segments of the rows, those of one segment contiguous.
       order: the position in x of each row; None: rows are positions.
+      initial: the state that the first segment begins with; None: zeros. The chunks are one group
+        with it, so that states come in and go out once.
       keep: whether `backward` follows, which reads the second result.
       interpret: whether to run the kernels on any device, slowly.
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
-    launches = _launches(x, ids, interpret, groups, order)
-    states, values, _, kept = launches.states(launches.solved(keep=keep))
-    return launches.output(states, values)[..., : x.v.shape[3]], kept
+    launches = _launches(x, ids, interpret, groups if initial is None else 1, order)
+    states, values, final, residuals = launches.states(launches.solved(keep=keep), _state(initial))
+    size = x.v.shape[3]
+    out = launches.output(states, values)[..., :size]
+    return (out, None if initial is None else final.outer[:, :, 0, :, :size]), residuals
 
 
 def backward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
-    kept: KeptResults,
+    residuals: Residuals,
     d_out: Float[Array, "B T N V"],
     order: Int[Array, "B T"] | None = None,
     units: UnitRows | None = None,
+    initial: Float[Array, "B N H V"] | None = None,
+    d_final: Float[Array, "B N H V"] | None = None,
     *,
     interpret: bool = False,
     groups: int | None = None,
-) -> RecurrenceInputs:
-    """The gradients of `x`, by that of the outputs; with `units`, of queries and keys before them.
+) -> tuple[RecurrenceInputs, Float[Array, "B N H V"] | None]:
+    """The gradients of `x` and of `initial`, by those of the results of `forward`.
 
-    Arguments are as in `forward`.
+    With `units` they are of queries and keys before these. Arguments are as in `forward`.
     """
+    groups = groups if initial is None else 1
     launches = _launches(x, ids, interpret, groups, order, gradient=True)
-    units = units and units._replace(out=_wider(units.out))
-    found, _ = launches.gradients(_wider(d_out), kept, units=units)
-    return found._replace(v=found.v[..., : x.v.shape[3]])
-
-
-def forward_from(
-    x: RecurrenceInputs,
-    initial: Float[Array, "B N H V"],
-    ids: Int[Array, "B T"] | None,
-    *,
-    keep: bool = False,
-    interpret: bool = False,
-) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]], KeptResults]:
-    """`forward` from a state of the first segment, with the state of the last one, in float32.
-
-    The chunks are one group, so that states come in and go out once.
-    """
-    launches = _launches(x, ids, interpret, groups=1)
-    states, values, final, kept = launches.states(launches.solved(keep=keep), _state(initial))
-    size = x.v.shape[3]
-    out = launches.output(states, values)[..., :size].astype(F32)
-    return (out, final.outer[:, :, 0, :, :size]), kept
-
-
-def backward_from(
-    x: RecurrenceInputs,
-    initial: Float[Array, "B N H V"],
-    ids: Int[Array, "B T"] | None,
-    kept: KeptResults,
-    d_out: Float[Array, "B T N V"],
-    d_final: Float[Array, "B N H V"],
-    *,
-    interpret: bool = False,
-) -> tuple[RecurrenceInputs, Float[Array, "B N H V"]]:
-    """The gradients of `x` and of `initial`, by those of the results of `forward_from`."""
-    launches = _launches(x, ids, interpret, groups=1, gradient=True)
-    size = x.v.shape[3]
+    units, size = units and units._replace(out=_wider(units.out)), x.v.shape[3]
     states = dict(initial=_state(initial), d_final=_state(d_final))
-    found, d_initial = launches.gradients(_wider(d_out), kept, **states)
-    return found._replace(v=found.v[..., :size]), d_initial.outer[:, :, 0, :, :size]
+    found, d_initial = launches.gradients(_wider(d_out), residuals, units=units, **states)
+    d_initial = None if initial is None else d_initial.outer[:, :, 0, :, :size]
+    return found._replace(v=found.v[..., :size]), d_initial
 
 
-def _state(x: Float[Array, "B N H V"]) -> RecurrenceStates:
+def _state(x: Float[Array, "B N H V"] | None) -> RecurrenceStates | None:
     """A state as that of one group."""
-    return RecurrenceStates(_wider(x.astype(F32))[:, :, None])
+    return None if x is None else RecurrenceStates(_wider(x.astype(F32))[:, :, None])
 
 
 def means(
@@ -441,21 +414,21 @@ def means(
     *,
     interpret: bool = False,
     groups: int | None = None,
-) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N"]], KeptResults]:
+) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N"]], Residuals]:
     """`ops.recurrence.means.mean` in the dtype of the values, and the sums of weights in float32.
 
     Arguments are as in `forward`, and so is the last result.
     """
     launches = _launches(x, ids, interpret, groups, order, mean=True)
-    states, _, _, kept = launches.states(None)
+    states, _, _, residuals = launches.states(None)
     out, total = launches.means(states)
-    return (out[..., : x.v.shape[3]], total), kept
+    return (out[..., : x.v.shape[3]], total), residuals
 
 
 def means_backward(
     x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
-    kept: KeptResults,
+    residuals: Residuals,
     d_sums: Float[Array, "B T N V"],
     d_total: Float[Array, "B T N"],
     order: Int[Array, "B T"] | None = None,
@@ -465,5 +438,5 @@ def means_backward(
 ) -> RecurrenceInputs:
     """The gradients of `x`, by the gradients of the sums of values and of weights."""
     launches = _launches(x, ids, interpret, groups, order, mean=True, gradient=True)
-    found, _ = launches.gradients(_wider(d_sums), kept, d_total)
+    found, _ = launches.gradients(_wider(d_sums), residuals, d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

@@ -62,7 +62,7 @@ class SolvedDelta(NamedTuple):
     reads: Array  # [B, T, N, H]
     values: Array  # [B, T, N, V]
     inverse: Array | None  # [B, N, Tp, L], (1 + M)^-1, for the gradients
-    kept: Array | None = None  # [B, N, Tp, L], (1 + P b)^-1, for the backward pass
+    solution: Array | None = None  # [B, N, Tp, L], (1 + P b)^-1, for the backward pass
 
 
 class RecurrencePlan(NamedTuple):

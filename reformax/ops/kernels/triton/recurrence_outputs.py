@@ -58,7 +58,7 @@ def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
 # The delta rule.
 
 
-def solve_kernel(x, kept, solved, *, plan) -> None:
+def solve_kernel(x, stored, solved, *, plan) -> None:
     """The delta rule as a recurrence of other values: `SolvedDelta` of a chunk.
 
     Rows x that lack what earlier rows of the chunk have written solve `(1 + P b) x = v - e^c k S`,
@@ -67,7 +67,7 @@ def solve_kernel(x, kept, solved, *, plan) -> None:
 
     Args:
       x: the inputs.
-      kept: of an earlier pass; None: the system is inverted, once for each chunk, by halves.
+      stored: the solution of the forward pass; None: a chunk's system is inverted once, by halves.
       solved: the results.
       plan: the static settings.
     """
@@ -77,12 +77,12 @@ def solve_kernel(x, kept, solved, *, plan) -> None:
         k = rows.read(x.k, h)
         return pairs + rows.products_of(k, k, h)
 
-    if kept is None or solved.inverse is not None:
+    if stored is None or solved.inverse is not None:
         pairs = _each_block(x, add, jnp.zeros((L, L), jnp.float32))
         pairs = rows.weighted(pairs, rows.seen(exclude_self=True))
-    solution = _inverse(rows, rows.beta_columns(pairs)) if kept is None else rows.pairs(kept)
-    if solved.kept is not None:
-        rows.put_pairs(solved.kept, solution)
+    solution = _inverse(rows, rows.beta_columns(pairs)) if stored is None else rows.pairs(stored)
+    if solved.solution is not None:
+        rows.put_pairs(solved.solution, solution)
     if solved.inverse is not None:
         later = rows.times_beta(rows.product(solution, pairs))
         rows.put_pairs(solved.inverse, _one() - later)

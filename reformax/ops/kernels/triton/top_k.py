@@ -32,7 +32,7 @@ from reformax.ops.kernels.triton.common import launch, load, power_of_two
 
 # Scores of a tile of a row; the most of a tile of a list, which is held whole where it is one.
 ROW_TILE, LIST_TILE, WARPS = 1024, 8192, 4
-# A sample has so many groups of neighbours, which one read of memory brings.
+# A sample has so many groups of neighbours, which one read of memory fetches.
 SAMPLES, NEIGHBOURS = 512, 8
 # A row's length in memory is a multiple of this, so that a thread reads several numbers at once.
 ALIGNED = 64
