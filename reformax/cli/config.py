@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import gin
@@ -32,7 +32,7 @@ from reformax.cli import (
 from reformax.cli.lookup import TRAIN
 from reformax.cli.overrides import Override, override_of
 from reformax.cli.statements import ConfigError
-from reformax.declared import shown, user_path
+from reformax.declared import expected, fits, shown, user_path
 
 MOST = 2**20  # bytes of a config file
 _TASK = f"{TRAIN}.task"
@@ -121,11 +121,12 @@ def parse_saved(
         _bind_data_dir(data_dir)
 
 
-def refuse_flags(unknown: Sequence[str]) -> None:
+def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> None:
     """Raises `ConfigError` for flags that are none: the line says which setting has such a name.
 
     Args:
       unknown: what `argparse` could not read, '--NAME=VALUE' or '--NAME' and a value after it.
+      near_flag: ', did you mean --FLAG' of one of them, or ''.
     """
     if not unknown:
         return
@@ -134,10 +135,25 @@ def refuse_flags(unknown: Sequence[str]) -> None:
         value = unknown[1]
     settings = lookup.settings()
     if name in settings:
-        line = f"{settings[name]}={value or 'VALUE'}"
-        raise ConfigError(f"{unknown[0]} is no flag but a setting: --config='{line}'")
-    near = messages.nearest(name, [*settings], most=0)
+        written = _written(settings[name], value) if value else None
+        line = f"--config='{settings[name]}={written or 'VALUE'}'"
+        if value and written is None:
+            line += f", where VALUE is {expected(lookup.hint_of(settings[name]))}"
+        raise ConfigError(f"{unknown[0]} is no flag but a setting: {line}")
+    near = messages.nearest(name, [*settings], most=0) or near_flag(unknown[0])
     raise ConfigError(f"{unknown[0]} is no flag and no setting{near}; --help lists the flags")
+
+
+def _written(setting: str, value: str) -> str | None:
+    """A flag's value as a config has it, a text in quotes; None if the setting has no such value."""
+    hint = lookup.hint_of(setting)
+    for text in (value, f'"{value}"'):
+        with contextlib.suppress(ConfigError):
+            [statement] = statements.statements_in(f"x = {text}", None)
+            # What a reference is called for is not known here.
+            if hint is None or "@" in text or fits(statement.value, hint):
+                return text
+    return None
 
 
 def needs_trust(text: str, source: str) -> bool:
@@ -199,7 +215,7 @@ def _check_used(new_macros: dict[str, str]) -> None:
     That is an argument to which the config gives another value, or much the name of a macro.
     """
     used = {scope for scope, selector in lookup.all_references() if selector == "gin.macro"}
-    arguments = {short: f"{lookup.short(of)}.{name}" for of, name, short in _short_names()}
+    arguments = _by_short_name()
     for name, config_file in new_macros.items():
         near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
         if name in arguments:
@@ -225,8 +241,11 @@ def _mistake(override: Override) -> str | None:
     if override.is_bare_word:  # neither in quotes nor after an @
         if value.title() in ("True", "False"):
             return f"expected {override.whole}={value.title()}"
+        reference, whole = modules.reference(value), override.whole
+        hint = lookup.hint_of(whole) or lookup.hint_of(_by_short_name().get(whole, ""))
+        if reference is None and hint is not None and not fits(value, hint):
+            return f"expected {expected(hint, value)}"
         quoted = f"""write a text in quotes: --config="{override.whole}='{value}'\""""
-        reference = modules.reference(value)
         with_at = f"write a function with an @: --config='{override.whole}={reference}'; "
         return with_at * bool(reference) + quoted
     if function is not None and "." not in function:
@@ -265,6 +284,11 @@ def _short_names() -> Iterator[tuple[str, str, str]]:
     yield from of(TRAIN)
     for selector in _models():  # after those of training: `model` is one
         yield from of(selector)
+
+
+def _by_short_name() -> dict[str, str]:
+    """'module.function.argument' of each short name."""
+    return {short: f"{lookup.short(of)}.{name}" for of, name, short in _short_names()}
 
 
 def _unset() -> set[str]:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     given = {"data_dir": args.data_dir, "init_from": args.init_from}
     config.parse(files, args.config, **given)
-    config.refuse_flags(unknown)
+    config.refuse_flags(unknown, training_flags.beginning_with)
     distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
     from reformax.cli import dummy_task
