@@ -30,10 +30,12 @@ FLAGS = {
     "train --eval_split=test": """--config='loop.train.eval_split="test"'""",
     "train --optimizer=adamw": "VALUE', where VALUE is an optimizer, such as optimizer.adamw()",
     "train quickstart.gin": "did you mean --config_file=quickstart.gin; --help lists the flags",
-    "evaluate folder": "folder is no flag, did you mean --output_dir=folder; --help lists the flags",
+    "evaluate folder": "folder is no flag, did you mean --output_dir=folder; --help",
     "train --learningrate=1": "did you mean learning_rate?; --help lists the flags",
     "train mine.txt": "mine.txt is no flag: a flag is --NAME=VALUE; --help lists the flags",
     "train --config_file=reformer_tekst.gin": "did you mean reformer_text.gin",
+    "train --config_file=lora.gin": "--config_file=transformer_text.gin --config_file=lora.gin",
+    "train --config_file=a_run": "a_run is a folder: give a_run/config.gin",
     "evaluate --output_dir=runs/a --split=dev": "(choose from 'train', 'valid', 'test')",
     "evaluate --output_dir=runs/a --batchsize=4": "did you mean --batch_size",
     "generate --prompt=The": "the following arguments are required: --output_dir",
@@ -115,6 +117,8 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     for name in ("pictures", "pairs", "folder", "dataset", "nothing"):
         (folder / name).mkdir()
+    (folder / "a_run").mkdir()
+    (folder / "a_run/config.gin").touch()
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("x\n")
     (folder / "mine.txt").write_text(TEXT * 40)

@@ -77,6 +77,7 @@ def parse(
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
     _parse_overrides(overrides)
+    _refuse_parts_alone(config_files)
     _bind_short_names()
     _check_used(new_macros)
     if data_dir is not None:
@@ -145,7 +146,7 @@ def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> Non
 
 
 def _written(setting: str, value: str) -> str | None:
-    """A flag's value as a config has it, a text in quotes; None if the setting has no such value."""
+    """A flag's value as a config has it, a text in quotes; None if the setting takes none such."""
     hint = lookup.hint_of(setting)
     for text in (value, f'"{value}"'):
         with contextlib.suppress(ConfigError):
@@ -180,10 +181,22 @@ def _forget(saved: bool = False) -> None:
     parsed.forget()
 
 
+def _refuse_parts_alone(config_files: Sequence[str]) -> None:
+    """Raises `ConfigError` if files to be included, such as chats.gin, follow no model's config."""
+    are_parts = [configs.is_part(_find(file)) for file in config_files]
+    if any(are_parts) and all(are_parts) and not lookup.is_set(f"{TRAIN}.model"):
+        raise ConfigError(
+            f"{config_files[-1]} is a part of configs: give the config of a model before it, such "
+            f"as --config_file=transformer_text.gin --config_file={config_files[-1]}"
+        )
+
+
 def _find(config_file: str) -> str:
     path = Path(config_file)
     if not reading.is_file(path):
         path = configs.found(config_file)
+        if path is None and reading.is_file(Path(config_file, "config.gin")):
+            raise ConfigError(f"{config_file} is a folder: give {config_file}/config.gin")
         if path is None:
             raise ConfigError(f"no config file {config_file}{configs.nearest(config_file)}")
     if (n_bytes := path.stat().st_size) > MOST:

@@ -80,7 +80,8 @@ TABLE = (
     Message(
         r"^train\(\) missing \d+ required keyword-only arguments?: (?P<names>.*)",
         "the config sets no {names} of loop.train: add lines such as "
-        "loop.train.optimizer = @optimizer.adamw(), or give --config='loop.train.steps=100'",
+        "loop.train.optimizer = @optimizer.adamw(), or give --config='loop.train.steps=100'; "
+        "behind the config of a converted model --config_file=lora.gin sets them",
         kind=TypeError,
     ),
     Message(

@@ -100,7 +100,7 @@ def _open(
     _say_beginning(setup, restored, folder, processes.count, messages.say)
     if settings.config_text is not None and processes.first:  # before minutes go into compiling
         tell_changes(folder, settings.config_text(), used, messages.say)
-    _say_schedule(settings, restored, messages.note)
+    _note_surprises(settings, restored, messages.note)
     # From here on a signal lets the step in progress finish.
     stack.enter_context(interrupt)
     batches = stack.enter_context(prefetch(_batches(settings, mesh, state.step)))
@@ -228,12 +228,14 @@ def _say_beginning(
     say(f"{settings.task.name}: {restored.n_params:,} parameters, {shown}, {part}, in {folder}")
 
 
-def _say_schedule(
+def _note_surprises(
     settings: TrainSettings, restored: run_setup.RestoredRun, note: Callable[[str], None]
 ) -> None:
-    """Says that the learning rate does not reach its peak, or has another length than before."""
+    """Notes on weights that nothing trains, and a schedule without its peak or of a new length."""
     if restored.step >= settings.steps:
         return
+    if settings.fine_tuning is not None and settings.init_from is None and not restored.step:
+        note("note: fine_tuning is set and init_from is not: all other weights stay as drawn")
     if (line := settings.unfinished_warmup) is not None:
         note(f"note: {line}")
     before = restored.info.get("schedule_steps")
