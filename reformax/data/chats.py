@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt8
 
-from reformax.data import arrow_tables, chat_templates, conversations, documents, files, tables
+from reformax.data import arrow_tables, chat_templates, conversations, files, tables, text_files
 from reformax.data import splits as by_name
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_sizes, check_split, check_windows
@@ -89,7 +89,7 @@ def chats(
     if isinstance(template, Mapping):
         chat_templates.own(template, _OPTION)
     path = files.existing(data_dir)
-    found = documents.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
+    found = text_files.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
     rows, notes = _read(path, found, conversations.FieldNames(messages, prompt, answer))
     parts = by_name.with_cut(rows)
     if not parts["train"]:
@@ -118,7 +118,7 @@ def chats(
 
 
 def _read(
-    path: Path, found: documents.Found, names: conversations.FieldNames
+    path: Path, found: text_files.Found, names: conversations.FieldNames
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
     """The conversations of each split, and lines on what is left out."""
     rows, no_tables, notes, total = {}, [], [], 0

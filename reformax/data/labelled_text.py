@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from reformax.data import documents, files, tables
+from reformax.data import files, tables, text_samples
 from reformax.data import splits as by_name
 from reformax.data.arrow_tables import Column, NoField
 from reformax.data.base import SPLITS
 from reformax.data.labelled import stored_task
-from reformax.declared import Name, PathName, SettingError, checked
+from reformax.declared import Name, PathName, SettingError, checked, some_of
 from reformax.task import Labels, Task
 
 _OPTION = "labelled_text.labelled_text"
@@ -151,7 +151,7 @@ def _rows(folder: Path, found: _Found, split: str, fields: Sequence[Column]) -> 
             rows = (Row(text or b"", _label(value)) for text, value in values)
         else:
             data = files.read_file(path) if size else b""
-            documents.check_text(path, data, f"or leave it out by {_OPTION}.pattern")
+            text_samples.check_text(path, data, f"or leave it out by {_OPTION}.pattern")
             rows = [Row(data, _class_of(folder, path, len(found.paths) > 1 and split))]
         for row in rows:
             total += len(row.text)
@@ -198,8 +198,7 @@ def _described(
     path: Path, parts: Mapping[str, Sequence[Row]], own: Mapping[str, str], names: Sequence[str]
 ) -> str:
     """A line on the classes, and on the rows of each split and their files."""
-    shown = ", ".join(f"{i} {name}" for i, name in enumerate(names[:_SHOWN]))
-    shown += f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    shown = some_of([f"{i} {name}" for i, name in enumerate(names)], _SHOWN)
     sizes = [
         f"{split} {len(parts[split]):,} ({own.get(split, 'every tenth of train')})"
         for split in SPLITS

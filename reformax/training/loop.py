@@ -2,8 +2,8 @@
 
 `train` below is the loop. It reads top to bottom:
 
-* `start.opened` checks the settings and opens the folder; by `run_setup` it restores or draws
-  the weights and compiles the step.
+* `start.opened` checks the settings and opens the folder; by `first_state` it restores or
+  draws the weights, and by `compiled_steps` compiles the step.
 * `run.train_step` makes one step. The step is `step.step_fn`; `step.mean_loss` computes the loss.
 * `run.evaluate` and `run.save` score and save what `RunState` holds, which each step replaces.
   `Run` has the rest, the same objects all through: settings, model, batches, record.
