@@ -55,7 +55,7 @@ def is_macro(name: str) -> bool:
     return is_set(f"{name}/gin.macro.value")
 
 
-def has_own_value(parameter: str) -> bool:
+def has_literal_value(parameter: str) -> bool:
     """Whether the config sets a parameter to a value, and not to a macro."""
     return is_set(parameter) and macro_of(parameter) is None
 

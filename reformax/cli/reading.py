@@ -252,9 +252,9 @@ def _public(module: Any) -> list[str]:
     if not isinstance(module, ModuleType):
         return []
     found = {name: x for name, x in vars(module).items() if name[0] != "_"}
-    own = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
-    own += getattr(module, "__all__", [])
-    return [name for name in own if callable(found[name])] or list(found)
+    defined = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
+    defined += getattr(module, "__all__", [])
+    return [name for name in defined if callable(found[name])] or list(found)
 
 
 def _key(context: Any, statement: BindingStatement, names: trust.Names | None) -> tuple:

@@ -93,14 +93,14 @@ def labelled_text(
     _check_classes(path, rows, names)
     parts = by_name.with_cut(rows)
     named = {split: by_name.shown(path, paths) for split, paths in found.paths.items()}
-    own = {split: named[split] for split in rows}
+    file_names = {split: named[split] for split in rows}
     task = stored_task(
         "labelled_text",
         vocab_size=257,
         labels=Labels(len(names)),
         read=functools.partial(_read, parts, {name: i for i, name in enumerate(names)}),
     )
-    return task.replace(summary=lambda: [_described(path, parts, own, names), *notes])
+    return task.replace(summary=lambda: [_described(path, parts, file_names, names), *notes])
 
 
 def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
@@ -195,12 +195,15 @@ def _read(
 
 
 def _described(
-    path: Path, parts: Mapping[str, Sequence[Row]], own: Mapping[str, str], names: Sequence[str]
+    path: Path,
+    parts: Mapping[str, Sequence[Row]],
+    file_names: Mapping[str, str],
+    names: Sequence[str],
 ) -> str:
     """A line on the classes, and on the rows of each split and their files."""
     shown = some_of([f"{i} {name}" for i, name in enumerate(names)], _SHOWN)
     sizes = [
-        f"{split} {len(parts[split]):,} ({own.get(split, 'every tenth of train')})"
+        f"{split} {len(parts[split]):,} ({file_names.get(split, 'every tenth of train')})"
         for split in SPLITS
     ]
     labels = Counter(row.label for row in parts["valid"])

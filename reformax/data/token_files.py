@@ -229,10 +229,10 @@ def prepare(
         shards = list(shards_of(found, settings["field"]))
         # A version that divides a text in another way goes on with no shard of this one.
         division = [[(span.first, span.last) for span in shard.spans] for shard in shards]
-        own = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
-        for other in set(partial.glob("text-*")) - {own}:
+        parts = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
+        for other in set(partial.glob("text-*")) - {parts}:
             durable.remove(other)
-        made = shard_folders.all_made(make_shard, shards, own, _MEMORY, processes, quiet)
+        made = shard_folders.all_made(make_shard, shards, parts, _MEMORY, processes, quiet)
         if key_of(found, settings) != key:
             raise SettingError("a source changed while it was read: start again")
         splits = {split: [] for split in found.paths}

@@ -65,8 +65,8 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             now = run.decisions.now()
             due = schedule.due(state.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
-            if due.evaluate and not is_scored(run, state, run.own, due.stop) and not now.stopping:
-                evaluate(run, state, run.own, due.stop)
+            if due.evaluate and not is_scored(run, state, run.main, due.stop) and not now.stopping:
+                evaluate(run, state, run.main, due.stop)
                 now = run.decisions.now()
             others = [x for x in due.others if not is_scored(run, state, x, due.stop)]
             if due.save or due.save_temporary or now.stopping or others:

@@ -78,9 +78,9 @@ def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
             rows = stage.batch_size, mesh, settings.accumulate, length
             mesh_lib.check_batch_size("batch_size", *rows)
             evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
-    own = settings.own_evaluation
-    mesh_lib.check_length("eval_length", own.length, mesh)
-    evaluation.check_tokens(own.batch_size, own.length, "eval_batch_size or eval_length")
+    main = settings.main_evaluation
+    mesh_lib.check_length("eval_length", main.length, mesh)
+    evaluation.check_tokens(main.batch_size, main.length, "eval_batch_size or eval_length")
     for other in settings.other_evaluations:
         with naming(other):
             evaluation.check_mesh(other.task, mesh)

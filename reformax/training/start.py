@@ -192,10 +192,10 @@ def _vocabulary(
 
 def _state_of(restored: RestoredRun, scores: dict[str, Scores]) -> RunState:
     """The state to go on from, with those scores of its step that this run's evaluations have."""
-    info, own = restored.info, next(iter(scores))
-    saved = {label: one for label, one in info.get("evaluations", {}).items() if label != own}
+    info, main = restored.info, next(iter(scores))
+    saved = {label: one for label, one in info.get("evaluations", {}).items() if label != main}
     if info.get("evaluation") is not None:
-        saved = {own: {name: info.get(name) for name in ("scored", "evaluation")}} | saved
+        saved = {main: {name: info.get(name) for name in ("scored", "evaluation")}} | saved
     # A score of another split, its data or context is not this run's: it evaluates again.
     found = {
         label: one["evaluation"]
@@ -292,7 +292,7 @@ def _open_record(
     )
     n_tokens = settings.batch_size * settings.length
     loggers = Loggers(settings.loggers, folder, step, config)
-    record = Record(folder, lines, step, settings.own_evaluation.metric, n_tokens, loggers)
+    record = Record(folder, lines, step, settings.main_evaluation.metric, n_tokens, loggers)
     if restored.changed_data and step < settings.steps:
         record.write(step + 1, "data", {"changed": restored.changed_data}, {}, tag="data")
     return record

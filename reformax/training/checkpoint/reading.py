@@ -16,7 +16,7 @@ from reformax.declared import SettingError
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.names import CheckpointNames
-from reformax.training.named_tensors import OWN, as_tree, check_fits, named
+from reformax.training.named_tensors import FIX, as_tree, check_fits, named
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
@@ -106,7 +106,7 @@ class CheckpointReader:
         self,
         step: int,
         like: Any,
-        fix: str = OWN,
+        fix: str = FIX,
         names: Collection[str] | None = None,
         without: Collection[str] = (),
     ) -> tuple[Any, dict[str, Any]]:
