@@ -31,6 +31,7 @@ FLAGS = {
     "train --optimizer=adamw": "VALUE', where VALUE is an optimizer, such as optimizer.adamw()",
     "train quickstart.gin": "did you mean --config_file=quickstart.gin; --help lists the flags",
     "evaluate folder": "folder is no flag, did you mean --output_dir=folder; --help",
+    "train --resume": "--resume is no flag: the same command goes on where a run stopped",
     "train --learningrate=1": "did you mean learning_rate?; --help lists the flags",
     "train mine.txt": "mine.txt is no flag: a flag is --NAME=VALUE; --help lists the flags",
     "train --config_file=reformer_tekst.gin": "did you mean reformer_text.gin",

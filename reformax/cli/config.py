@@ -141,6 +141,8 @@ def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> Non
         if value and written is None:
             line += f", where VALUE is {expected(lookup.hint_of(settings[name]))}"
         raise ConfigError(f"{unknown[0]} is no flag but a setting: {line}")
+    if name.startswith("resume"):
+        raise ConfigError(f"{unknown[0]} is no flag: the same command goes on where a run stopped")
     near = messages.nearest(name, [*settings], most=0) or near_flag(unknown[0])
     raise ConfigError(f"{unknown[0]} is no flag and no setting{near}; --help lists the flags")
 
