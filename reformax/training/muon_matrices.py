@@ -36,6 +36,7 @@ def rates_by_width(width: int, base_width: int, rms: float | None) -> tuple[floa
 
 
 def times(factor: float, rate: float | optax.Schedule) -> float | optax.Schedule:
+    """A rate, or a schedule of it, times a factor."""
     if factor == 1:
         return rate
     return (lambda count: factor * rate(count)) if callable(rate) else factor * rate
@@ -59,11 +60,6 @@ def groups(matrices: str, readouts: Sequence[str], params):
             "of matrices, or another optimizer, as for the factors of fine_tuning.Lora"
         )
     return groups
-
-
-def axes_of_matrices(params):
-    """`axes_of_matrix` of each weight."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: axes_of_matrix(path), params)
 
 
 def axes_of_matrix(path) -> optax.contrib.MuonDimensionNumbers:

@@ -36,7 +36,7 @@ from reformax.training.learning_rates import LearningRate, RateSchedule, check_s
 from reformax.training.muon_matrices import (
     MATRICES,
     READOUTS,
-    axes_of_matrices,
+    axes_of_matrix,
     groups,
     rates_by_width,
     times,
@@ -333,7 +333,9 @@ def muon(
             beta=momentum,
             weight_decay=weight_decay,
             mu_dtype=momentum_dtype,
-            muon_weight_dimension_numbers=axes_of_matrices,
+            muon_weight_dimension_numbers=functools.partial(
+                jax.tree_util.tree_map_with_path, lambda path, _: axes_of_matrix(path)
+            ),
             consistent_rms=rms,
         )
         adam_rate = rate if adam_rate is None else adam_rate
