@@ -45,6 +45,7 @@ def parse(
     *,
     data_dir: str | None = None,
     init_from: str | None = None,
+    trains: bool = False,
 ) -> None:
     """Parses files, then overrides, into gin's global config.
 
@@ -58,6 +59,7 @@ def parse(
       data_dir: bound to the `data_dir` of the config's task.
       init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
         the `vocabulary` of the config's task, unless the config sets one.
+      trains: whether a model is to be trained, of which files to be included may say nothing.
 
     Raises:
       ConfigError: a file, module, function, parameter or macro does not exist, or a line cannot be
@@ -77,7 +79,8 @@ def parse(
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
     _parse_overrides(overrides)
-    _refuse_parts_alone(config_files)
+    if trains:
+        _refuse_parts_alone(config_files)
     _bind_short_names()
     _check_used(new_macros)
     if data_dir is not None:

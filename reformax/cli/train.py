@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
     given = {"data_dir": args.data_dir, "init_from": args.init_from}
-    config.parse(files, args.config, **given)
+    config.parse(files, args.config, trains=True, **given)
     config.refuse_flags(unknown, training_flags.beginning_with)
     distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.

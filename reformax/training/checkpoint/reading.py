@@ -67,6 +67,11 @@ class CheckpointReader:
         """
         return self._best(self._descriptions(skip_unreadable))
 
+    def best_or_latest(self) -> int:
+        """The step of the best of the checkpoints; of the latest where none is scored yet."""
+        best = self.best_step()
+        return self.steps()[-1] if best is None else best
+
     def score(self, step: int) -> float | None:
         """The score that `save` was given; None if there was none.
 
