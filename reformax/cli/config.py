@@ -69,6 +69,7 @@ def parse(
     modules.find_in_working_directory()
     folders = [Path(file).absolute().parent for file in config_files]
     new_macros: dict[str, str] = {}
+    used: set[str] = set()  # macros; what follows may set their arguments to something else
     for config_file in config_files:
         path = _find(config_file)
         if configs.is_packaged(path):
@@ -76,13 +77,14 @@ def parse(
         else:
             trax_config.refuse(config_file, statements.read_file(path))
             new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
+        used |= _macros_used()
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
     _parse_overrides(overrides)
     if trains:
         _refuse_parts_alone(config_files)
     _bind_short_names()
-    _check_used(new_macros)
+    _check_used(new_macros, used | _macros_used())
     if data_dir is not None:
         _bind_data_dir(data_dir)
     if init_from is not None:
@@ -227,12 +229,15 @@ def settings_of(config_file: str) -> dict[str, str]:
     return {name: whole(name) for name in found.values}
 
 
-def _check_used(new_macros: dict[str, str]) -> None:
+def _macros_used() -> set[str]:
+    return {scope for scope, selector in lookup.all_references() if selector == "gin.macro"}
+
+
+def _check_used(new_macros: dict[str, str], used: set[str]) -> None:
     """Raises `ConfigError` for a macro that nothing uses and that is called as a setting is.
 
     That is an argument to which the config gives another value, or much the name of a macro.
     """
-    used = {scope for scope, selector in lookup.all_references() if selector == "gin.macro"}
     arguments = _by_short_name()
     for name, config_file in new_macros.items():
         near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
