@@ -45,7 +45,7 @@ from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medi
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import tell
 from reformax import devices
-from reformax.training import evaluation, run_setup
+from reformax.training import compiled_steps, evaluation
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.settings import TrainSettings, build
@@ -105,7 +105,7 @@ def prepare(
     jax.block_until_ready((state, batch, key))
 
     def compiled() -> Candidate:
-        step = run_setup.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
+        step = compiled_steps.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
 
         def seconds(count: int) -> float:
             nonlocal state

@@ -190,6 +190,12 @@ def hints_of(owner: Callable) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name != "return"}
 
 
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """'a, b, c and 5 more': the first names of many, for a line."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is what an annotation says. What this does not know fits."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

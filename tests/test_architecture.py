@@ -59,8 +59,11 @@ MAY_IMPORT = {
 SOLE_IMPORTERS = {
     "trax": ["reformax/layers/_trax.py"],
     "gin": [
-        f"reformax/cli/{name}.py"
-        for name in ("config", "lookup", "parsed", "reading", "statements")
+        f"reformax/{name}.py"
+        for name in (
+            *("cli/config", "cli/lookup", "cli/parsed", "cli/reading", "cli/statements"),
+            "training/wandb_log",
+        )
     ],
 }
 

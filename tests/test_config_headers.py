@@ -10,7 +10,7 @@ import pytest
 
 from reformax.buffers import trained
 from reformax.cli import config, configs, dummy_task, evaluate, parsed, train
-from reformax.training import dry_run, run_setup
+from reformax.training import dry_run, first_state, run_setup
 from reformax.training.settings import TrainSettings
 
 # A value has no mark of a sentence at its end.
@@ -118,7 +118,7 @@ def test_the_number_of_parameters_of_a_header_is_the_models(path):
     config.parse([str(path)])
     settings = TrainSettings(**dummy_task.reported(lambda **settings: iter(()))[0])
     models = run_setup.models_of(settings)
-    _, like = run_setup.first_states(settings, models, jax.random.PRNGKey(0))
+    _, like = first_state.first_states(settings, models, jax.random.PRNGKey(0))
     found = sum(x.size for x in jax.tree.leaves(trained(like.params)))
     digits, unit = counted(path).groups()
     size = {"million": 1e6, "billion": 1e9}[unit]

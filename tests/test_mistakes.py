@@ -24,10 +24,19 @@ FLAGS = {
     "train --n_hashes 4": "--config='lsh.lsh.n_hashes=4'",
     "train --eval_every=10": "--config='loop.train.eval_every=10'",
     "train --output-dir=runs/a": "did you mean --output_dir; --help lists the flags",
-    "train --data=mine.txt": "--data=mine.txt is no flag and no setting; --help lists the flags",
+    "train --data=mine.txt": "no flag and no setting, did you mean --data_dir; --help lists the",
+    "evaluate --output_dir=runs/a --data=mine.txt": "is no flag, did you mean --data_dir; --help",
+    "train --mesh=data=2": "--config='loop.train.mesh=VALUE', where VALUE is sizes above 0 of ",
+    "train --eval_split=test": """--config='loop.train.eval_split="test"'""",
+    "train --optimizer=adamw": "VALUE', where VALUE is an optimizer, such as optimizer.adamw()",
+    "train quickstart.gin": "did you mean --config_file=quickstart.gin; --help lists the flags",
+    "evaluate folder": "folder is no flag, did you mean --output_dir=folder; --help",
+    "train --resume": "--resume is no flag: the same command goes on where a run stopped",
     "train --learningrate=1": "did you mean learning_rate?; --help lists the flags",
     "train mine.txt": "mine.txt is no flag: a flag is --NAME=VALUE; --help lists the flags",
     "train --config_file=reformer_tekst.gin": "did you mean reformer_text.gin",
+    "train --config_file=lora.gin": "--config_file=transformer_text.gin --config_file=lora.gin",
+    "train --config_file=a_run": "a_run is a folder: give a_run/config.gin",
     "evaluate --output_dir=runs/a --split=dev": "(choose from 'train', 'valid', 'test')",
     "evaluate --output_dir=runs/a --batchsize=4": "did you mean --batch_size",
     "generate --prompt=The": "the following arguments are required: --output_dir",
@@ -50,6 +59,9 @@ SETTINGS = {
     "@candidates.Hash(); did you mean Hashed?",
     "lm.ReformerLM.attention_type=@lsh()": "lsh is a module: name a function of it: "
     "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
+    "steps=many": "--config='steps=many': expected a whole number of at least 1",
+    "dtype=bf16": "expected 'float32', ",
+    "lm.ReformerLM.attention_type=full": "expected an AttentionOp, such as ",
     "dtype=bfloat16": "write a text in quotes: --config=\"dtype='bfloat16'\"",
     "scan_layers=true": "expected scan_layers=True",
     "loop.train.model=lm.ReformerLM": "with an @: --config='loop.train.model=@lm.ReformerLM'",
@@ -106,6 +118,8 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     for name in ("pictures", "pairs", "folder", "dataset", "nothing"):
         (folder / name).mkdir()
+    (folder / "a_run").mkdir()
+    (folder / "a_run/config.gin").touch()
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("x\n")
     (folder / "mine.txt").write_text(TEXT * 40)

@@ -36,8 +36,8 @@ from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
 from reformax import devices
 from reformax.task import Batch, DocumentPairs, SentencePairs
+from reformax.training import compiled_steps
 from reformax.training import mesh as mesh_lib
-from reformax.training import run_setup
 from reformax.training import step as step_lib
 from reformax.training.settings import TrainSettings, build
 from tools import described, traffic
@@ -57,7 +57,9 @@ def training_step(settings: TrainSettings, mesh: Mesh) -> tuple[str, Any]:
     state = jax.eval_shape(init, key)
     state = jax.tree.map(_placed, state, devices.placement(state, mesh))
     batch = _placed(tuple(batch_of(model.task_kind, *size)), devices.over_tokens(mesh))
-    step = run_setup.step_of(settings, model, mesh, state).lower(state, batch, _placed(key, whole))
+    step = compiled_steps.step_of(settings, model, mesh, state).lower(
+        state, batch, _placed(key, whole)
+    )
     on = f" on {mesh.size} devices" if mesh.size > 1 else ""
     return f"a step of {size[0]} x {size[1]:,} tokens{on}", step
 

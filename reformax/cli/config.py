@@ -5,7 +5,7 @@ directory, needs no import line: `--config='loop.train.task=@text.text()'`.
 
 The steps, each in a file and importing those before it: `statements` finds those of one text,
 `reading` reads them into gin's config, `lookup` finds values by name, `parsed` builds what the
-config names, and this file parses all that a command gets.
+config names, `mistakes` says what is wrong, and this file parses all that a command gets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import gin
 from reformax.cli import (
     configs,
     lookup,
-    messages,
+    mistakes,
     modules,
     parsed,
     reading,
@@ -30,13 +30,12 @@ from reformax.cli import (
     trust,
 )
 from reformax.cli.lookup import TRAIN
-from reformax.cli.overrides import Override, override_of
+from reformax.cli.overrides import override_of
 from reformax.cli.statements import ConfigError
 from reformax.declared import shown, user_path
 
 MOST = 2**20  # bytes of a config file
 _TASK = f"{TRAIN}.task"
-_STAGE_MODEL = "reformax.training.stages.Stage.model"
 
 
 def parse(
@@ -45,6 +44,7 @@ def parse(
     *,
     data_dir: str | None = None,
     init_from: str | None = None,
+    trains: bool = False,
 ) -> None:
     """Parses files, then overrides, into gin's global config.
 
@@ -58,6 +58,7 @@ def parse(
       data_dir: bound to the `data_dir` of the config's task.
       init_from: bound to `loop.train.init_from`. A vocabulary that lies in this folder is bound to
         the `vocabulary` of the config's task, unless the config sets one.
+      trains: whether a model is to be trained, of which files to be included may say nothing.
 
     Raises:
       ConfigError: a file, module, function, parameter or macro does not exist, or a line cannot be
@@ -67,6 +68,7 @@ def parse(
     modules.find_in_working_directory()
     folders = [Path(file).absolute().parent for file in config_files]
     new_macros: dict[str, str] = {}
+    used: set[str] = set()  # macros; what follows may set their arguments to something else
     for config_file in config_files:
         path = _find(config_file)
         if configs.is_packaged(path):
@@ -74,11 +76,14 @@ def parse(
         else:
             trax_config.refuse(config_file, statements.read_file(path))
             new_macros |= dict.fromkeys(reading.read_file(path, folders), config_file)
+        used |= mistakes.macros_used()
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
     _parse_overrides(overrides)
+    if trains:
+        _refuse_parts_alone(config_files)
     _bind_short_names()
-    _check_used(new_macros)
+    mistakes.check_used(new_macros, used | mistakes.macros_used())
     if data_dir is not None:
         _bind_data_dir(data_dir)
     if init_from is not None:
@@ -121,25 +126,6 @@ def parse_saved(
         _bind_data_dir(data_dir)
 
 
-def refuse_flags(unknown: Sequence[str]) -> None:
-    """Raises `ConfigError` for flags that are none: the line says which setting has such a name.
-
-    Args:
-      unknown: what `argparse` could not read, '--NAME=VALUE' or '--NAME' and a value after it.
-    """
-    if not unknown:
-        return
-    name, _, value = unknown[0].removeprefix("--").partition("=")
-    if not value and len(unknown) > 1 and not unknown[1].startswith("--"):
-        value = unknown[1]
-    settings = lookup.settings()
-    if name in settings:
-        line = f"{settings[name]}={value or 'VALUE'}"
-        raise ConfigError(f"{unknown[0]} is no flag but a setting: --config='{line}'")
-    near = messages.nearest(name, [*settings], most=0)
-    raise ConfigError(f"{unknown[0]} is no flag and no setting{near}; --help lists the flags")
-
-
 def needs_trust(text: str, source: str) -> bool:
     """Whether a run's config is read with --trust_config alone."""
     try:
@@ -164,10 +150,22 @@ def _forget(saved: bool = False) -> None:
     parsed.forget()
 
 
+def _refuse_parts_alone(config_files: Sequence[str]) -> None:
+    """Raises `ConfigError` if files to be included, such as chats.gin, follow no model's config."""
+    are_parts = [configs.is_part(_find(file)) for file in config_files]
+    if any(are_parts) and all(are_parts) and not lookup.is_set(f"{TRAIN}.model"):
+        raise ConfigError(
+            f"{config_files[-1]} is a part of configs: give the config of a model before it, such "
+            f"as --config_file=transformer_text.gin --config_file={config_files[-1]}"
+        )
+
+
 def _find(config_file: str) -> str:
     path = Path(config_file)
     if not reading.is_file(path):
         path = configs.found(config_file)
+        if path is None and reading.is_file(Path(config_file, "config.gin")):
+            raise ConfigError(f"{config_file} is a folder: give {config_file}/config.gin")
         if path is None:
             raise ConfigError(f"no config file {config_file}{configs.nearest(config_file)}")
     if (n_bytes := path.stat().st_size) > MOST:
@@ -193,94 +191,22 @@ def settings_of(config_file: str) -> dict[str, str]:
     return {name: whole(name) for name in found.values}
 
 
-def _check_used(new_macros: dict[str, str]) -> None:
-    """Raises `ConfigError` for a macro that nothing uses and that is called as a setting is.
-
-    That is an argument to which the config gives another value, or much the name of a macro.
-    """
-    used = {scope for scope, selector in lookup.all_references() if selector == "gin.macro"}
-    arguments = {short: f"{lookup.short(of)}.{name}" for of, name, short in _short_names()}
-    for name, config_file in new_macros.items():
-        near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
-        if name in arguments:
-            near = f"; did you mean {arguments[name]}?"
-        if name not in used and near:
-            raise ConfigError(f"{config_file} sets {name}, and nothing has %{name}{near}")
-
-
 def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
-        if (found := override_of(override)) and (wrong := _mistake(found)):
+        if (found := override_of(override)) and (wrong := mistakes.of_override(found, _saved)):
             raise ConfigError(f"--config={override!r}: {wrong}")
         # gin calls what a macro holds in a scope of its name, in which the config of a run has all
         # settings: an override without that scope would change nothing.
         reading.read(override, also_in=reading.macros() if _saved else ())
 
 
-def _mistake(override: Override) -> str | None:
-    """What is wrong with an override that gin would take, or refuse without the fix."""
-    function, name, value = override
-    if function is None and (line := _no_macro(name)):
-        return line
-    if override.is_bare_word:  # neither in quotes nor after an @
-        if value.title() in ("True", "False"):
-            return f"expected {override.whole}={value.title()}"
-        quoted = f"""write a text in quotes: --config="{override.whole}='{value}'\""""
-        reference = modules.reference(value)
-        with_at = f"write a function with an @: --config='{override.whole}={reference}'; "
-        return with_at * bool(reference) + quoted
-    if function is not None and "." not in function:
-        near = f"; did you mean {whole}?" if (whole := lookup.settings().get(name)) else ""
-        return f"a setting is module.function.argument=VALUE{near}"
-    return None
-
-
-def _no_macro(name: str) -> str | None:
-    """Gin takes any name for a new macro, so a misspelt one would silently change nothing."""
-    macros = reading.macros()
-    unset = set() if _saved else _unset()  # macros are bound to arguments before a run is saved
-    if name in macros or name in unset:
-        return None
-    whole = lookup.settings().get(name)
-    near = messages.nearest(name, sorted({*macros, *unset}), most=0)
-    near = near or messages.nearest(name, macros)
-    return f"no config file defines {name}{f'; did you mean {whole}?' if whole else near}"
-
-
 def _bind_short_names() -> None:
     """Sets arguments of training and of its models to the macros that are their short names."""
     macros = set(reading.macros())
-    for selector, argument, name in _short_names():
+    for selector, argument, name in short_names.in_use():
         if name in macros and not lookup.is_set(f"{selector}.{argument}"):
             macro = gin.config.ConfigurableReference(f"{name}/gin.macro", True)
             gin.bind_parameter(f"{selector}.{argument}", macro)
-
-
-def _short_names() -> Iterator[tuple[str, str, str]]:
-    """(function, argument, short name) of training and of its models."""
-
-    def of(selector: str) -> list[tuple[str, str, str]]:
-        return [(selector, name, short_names.of(name)) for name in lookup.parameters(selector)]
-
-    yield from of(TRAIN)
-    for selector in _models():  # after those of training: `model` is one
-        yield from of(selector)
-
-
-def _unset() -> set[str]:
-    """The short names of arguments that the config does not set."""
-    return {name for x, argument, name in _short_names() if not lookup.is_set(f"{x}.{argument}")}
-
-
-def _models() -> set[str]:
-    """The models of the run and of its stages."""
-    scopes = {scope for scope, _ in lookup.references_of(f"{TRAIN}.stages")}
-    names = [
-        f"{TRAIN}.model",
-        _STAGE_MODEL,
-        *(f"{scope}/{_STAGE_MODEL}" for scope in scopes if scope),
-    ]
-    return {selector for name in names for _, selector in lookup.references_of(name)}
 
 
 def _bind_init_from(init_from: str) -> None:

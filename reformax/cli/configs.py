@@ -61,7 +61,7 @@ def parser():
 
 def runs() -> list[Path]:
     """The configs that are runs, by name."""
-    found = [path for path in FOLDER.rglob("*.gin") if path.parent.name != PARTS]
+    found = [path for path in FOLDER.rglob("*.gin") if not is_part(path)]
     return sorted(found, key=lambda path: path.stem)
 
 
@@ -99,6 +99,11 @@ def found(name: str) -> Path | None:
 def is_packaged(path: str | Path) -> bool:
     """Whether a file is one of those that come with the package."""
     return Path(path).is_relative_to(FOLDER)
+
+
+def is_part(path: str | Path) -> bool:
+    """Whether a file is one of these, for others to include."""
+    return is_packaged(path) and Path(path).parent.name == PARTS
 
 
 def _stem(name: str) -> str:

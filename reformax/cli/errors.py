@@ -83,5 +83,5 @@ def one_line(error: Exception) -> str | None:
     if found := messages.find(error):
         return found.line
     if isinstance(error, MENDABLE):
-        return " ".join(messages.own_text(error).split()) or type(error).__name__
+        return " ".join(messages.text_of(error).split()) or type(error).__name__
     return None

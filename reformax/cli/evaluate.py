@@ -292,8 +292,10 @@ def _by_position(
     from reformax.training import by_position
     from reformax.training.loss import metric_name
 
-    own = {name: x for name, x in (sizes | options).items() if name not in ("stride", "progress")}
-    bands = by_position.by_position(saved.model, saved.params, task, args.split, **own)
+    arguments = {
+        name: x for name, x in (sizes | options).items() if name not in ("stride", "progress")
+    }
+    bands = by_position.by_position(saved.model, saved.params, task, args.split, **arguments)
     metric = metric_name(task)
     others = dict(seed=args.seed, config=args.config, tokens=args.tokens, data_dir=args.data_dir)
     stem = f"by_position_{args.split}"

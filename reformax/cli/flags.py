@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import shlex
+import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, NoReturn
@@ -52,23 +54,36 @@ class Parser(argparse.ArgumentParser):
         self.refuse_near(unknown)
         if unknown:
             set_by = "; --config='NAME=VALUE' sets one of the run" if "config" in args else ""
-            self.error(f"{unknown[0]} is no flag{set_by}")
+            self.error(f"{unknown[0]} is no flag{self.beginning_with(unknown[0]) or set_by}")
         return args
 
     def refuse_near(self, unknown: Sequence[str]) -> None:
         """Raises `SettingError` for what is no flag but nearly one, and for what has no name."""
-        flags = [flag for action in self._actions for flag in action.option_strings]
         for one in unknown[:1]:
-            name = one.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(_name(one), self._flags, n=1, cutoff=0.8)
             if near:
                 self.error(f"{one} is no flag, did you mean {near[0]}")
             if not one.startswith("--"):
+                flag = "--config_file" if one.endswith(".gin") else "--output_dir"
+                if flag in self._flags and (one.endswith(".gin") or os.path.isdir(one)):
+                    self.error(f"{one} is no flag, did you mean {flag}={one}")
                 self.error(f"{one} is no flag: a flag is --NAME=VALUE")
+
+    def beginning_with(self, unknown: str) -> str:
+        """', did you mean --data_dir' for --data; '' unless one flag alone begins so."""
+        found = [flag for flag in self._flags if flag.startswith(f"{_name(unknown)}_")]
+        return f", did you mean {found[0]}" if len(found) == 1 else ""
+
+    @property
+    def _flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does it, and then the check."""
         _names_in_use[:] = [action.dest for action in self._actions]
+        first = (sys.argv[1:] if args is None else args)[:1]
+        if first and first[0][:1] != "-" and all(x.option_strings for x in self._actions):
+            self.refuse_near(first)  # before what is missing: it has a name there
         args, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
@@ -77,6 +92,11 @@ class Parser(argparse.ArgumentParser):
                 for one in value if isinstance(value, list) else [value]:
                     check(name.lstrip("-"), one, hint)
         return args, rest
+
+
+def _name(flag: str) -> str:
+    """'--data_dir' of '--data-dir=FOLDER'."""
+    return flag.partition("=")[0].replace("-", "_").replace("__", "--", 1)
 
 
 def of(hint: Any) -> Callable[[str], Any]:

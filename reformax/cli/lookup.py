@@ -7,12 +7,14 @@ argument of one, in a scope or in none: 'scope/reformax.training.loop.train.task
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import gin
 
 from reformax.cli import reading
+from reformax.declared import hints_of
 
 TRAIN = "reformax.training.loop.train"
 
@@ -53,7 +55,7 @@ def is_macro(name: str) -> bool:
     return is_set(f"{name}/gin.macro.value")
 
 
-def has_own_value(parameter: str) -> bool:
+def has_literal_value(parameter: str) -> bool:
     """Whether the config sets a parameter to a value, and not to a macro."""
     return is_set(parameter) and macro_of(parameter) is None
 
@@ -89,14 +91,34 @@ def short(selector: str) -> str:
     return ".".join(selector.split(".")[-2:])
 
 
+def _functions() -> dict[str, str]:
+    """The functions that the parsed config sets or refers to, 'module.function' -> selector."""
+    named = [*gin.config._CONFIG, *all_references(), ("", TRAIN)]
+    return {short(selector): selector for _, selector in named if selector != "gin.macro"}
+
+
 def arguments() -> list[str]:
     """'module.function.argument' of every function that the parsed config sets or refers to."""
-    named = [*gin.config._CONFIG, *all_references(), ("", TRAIN)]
     found = []
-    for selector in dict.fromkeys(selector for _, selector in named if selector != "gin.macro"):
+    for name, selector in _functions().items():
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            found += [f"{short(selector)}.{name}" for name in parameters(selector)]
+            found += [f"{name}.{argument}" for argument in parameters(selector)]
     return found
+
+
+def hint_of(setting: str) -> Any:
+    """The annotation of 'module.function.argument' or of a macro; None if there is none."""
+    for (_, selector), values in gin.config._CONFIG.items():
+        for argument, value in values.items():
+            if _macro_in(value) == setting:
+                return _hint(selector, argument)
+    function, _, argument = setting.rpartition("/")[2].rpartition(".")
+    selector = _functions().get(function)
+    return None if selector is None else _hint(selector, argument)
+
+
+def _hint(selector: str, argument: str) -> Any:
+    return hints_of(inspect.unwrap(gin.get_configurable(selector))).get(argument)
 
 
 def settings() -> dict[str, str]:

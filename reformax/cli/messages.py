@@ -80,7 +80,8 @@ TABLE = (
     Message(
         r"^train\(\) missing \d+ required keyword-only arguments?: (?P<names>.*)",
         "the config sets no {names} of loop.train: add lines such as "
-        "loop.train.optimizer = @optimizer.adamw(), or give --config='loop.train.steps=100'",
+        "loop.train.optimizer = @optimizer.adamw(), or give --config='loop.train.steps=100'; "
+        "behind the config of a converted model --config_file=lora.gin sets them",
         kind=TypeError,
     ),
     Message(
@@ -108,7 +109,7 @@ def find(error: Exception) -> FoundMessage | None:
     return None
 
 
-def own_text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     """The error's text, and of gin's appendix the scope in which the function was called."""
     text, *calls = str(error).split("\n  In call to configurable ")
     scope = re.match(r"'(?P<name>\w+)' .* in scope '(?P<scope>[^']+)'", calls[0]) if calls else None
@@ -124,7 +125,7 @@ def owner_of(error: Exception) -> str:
 
 def first_line(error: Exception) -> str:
     """The first line of `own_text` without a full stop; the error's type where there is none."""
-    return (own_text(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    return (text_of(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:

@@ -216,11 +216,11 @@ def _is_hidden(function: str, argument: str) -> bool:
     outer, _, selector = function.rpartition("/")
 
     def hidden(scope: str, called: str) -> bool:
-        own = gin.config._CONFIG.get((outer, called), {}).get(argument)
+        outer_value = gin.config._CONFIG.get((outer, called), {}).get(argument)
         parts = scope.split("/")
         inside = ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
         bound = [gin.config._CONFIG.get((x, called), {}) for x in inside if len(x) > len(outer)]
-        return any(argument in values and values[argument] is not own for values in bound)
+        return any(argument in values and values[argument] is not outer_value for values in bound)
 
     within = f"{outer}/" if outer else ""
     calls = [

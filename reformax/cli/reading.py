@@ -170,13 +170,13 @@ def included(name: str, above: str | None, folders: Sequence[str | Path]) -> str
         ours = above is not None and configs.is_packaged(above)
         candidates.insert(0 if ours else len(candidates), packaged)
     files = [path for path in candidates if is_file(path)]
-    others = [path for path in files if above is None or not _is_same(path, above)]
+    others = [
+        path
+        for path in files
+        if above is None or not (is_file(Path(above)) and path.samefile(above))
+    ]
     chosen = next(iter(others or files), None)
     return None if chosen is None else str(chosen.absolute())
-
-
-def _is_same(path: Path, other: str) -> bool:
-    return is_file(Path(other)) and path.samefile(other)
 
 
 def is_file(path: Path) -> bool:
@@ -252,9 +252,9 @@ def _public(module: Any) -> list[str]:
     if not isinstance(module, ModuleType):
         return []
     found = {name: x for name, x in vars(module).items() if name[0] != "_"}
-    own = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
-    own += getattr(module, "__all__", [])
-    return [name for name in own if callable(found[name])] or list(found)
+    defined = [x for x in found if getattr(found[x], "__module__", "") == module.__name__]
+    defined += getattr(module, "__all__", [])
+    return [name for name in defined if callable(found[name])] or list(found)
 
 
 def _key(context: Any, statement: BindingStatement, names: trust.Names | None) -> tuple:

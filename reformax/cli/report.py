@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reformax.cli import terminal_curve
+from reformax.declared import some_of
 
 
 def note_unused(
@@ -37,9 +38,8 @@ def note_unused(
         others = {f"{whole} =": name for name, whole in names.items() if name not in noted}
         unused = [others[line] for line in parsed.unused(list(others), also_used=used)]
         if unused:
-            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-            found = f"{', '.join(unused[:3])}{more}"
-            print(f"note: {config_file} sets {found}, which this run does not use", file=file)
+            names = some_of(unused)
+            print(f"note: {config_file} sets {names}, which this run does not use", file=file)
 
 
 def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -> int:

@@ -155,9 +155,8 @@ def choose(checkpoints, which: str) -> int:
     steps = _steps(checkpoints)
     if which == "latest":
         return steps[-1]
-    if which == "best":  # a run stopped before its first evaluation has only unscored ones
-        best = checkpoints.best_step()
-        return steps[-1] if best is None else best
+    if which == "best":
+        return checkpoints.best_or_latest()
     if not which.isdigit():
         raise SettingError(
             f"checkpoint={which} must be best, latest, average:N or one of the steps {steps}"

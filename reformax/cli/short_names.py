@@ -7,6 +7,12 @@ file of sizes serves every model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from reformax.cli import lookup
+from reformax.cli.lookup import TRAIN
+
+_STAGE_MODEL = "reformax.training.stages.Stage.model"
 # Arguments that share a short name: sizes of one head, of either stack, of either language.
 _SHARED = {
     "d_head": ("d_attention_key", "d_attention_value"),
@@ -25,3 +31,33 @@ _OF = {argument: name for name, arguments in _SHARED.items() for argument in arg
 def of(argument: str) -> str:
     """The short name of an argument of a model or of `loop.train`: `d_head` of d_attention_key."""
     return _OF.get(argument, argument)
+
+
+def in_use() -> Iterator[tuple[str, str, str]]:
+    """(function, argument, short name) of training and of its models."""
+    for name in lookup.parameters(TRAIN):
+        yield TRAIN, name, of(name)
+    for selector in _models():  # found last: the caller may have bound `model`, one of training's
+        for name in lookup.parameters(selector):
+            yield selector, name, of(name)
+
+
+def arguments() -> dict[str, str]:
+    """'module.function.argument' of each short name."""
+    return {short: f"{lookup.short(of)}.{name}" for of, name, short in in_use()}
+
+
+def unset() -> set[str]:
+    """The short names of arguments that the config does not set."""
+    return {name for x, argument, name in in_use() if not lookup.is_set(f"{x}.{argument}")}
+
+
+def _models() -> set[str]:
+    """The models of the run and of its stages."""
+    scopes = {scope for scope, _ in lookup.references_of(f"{TRAIN}.stages")}
+    names = [
+        f"{TRAIN}.model",
+        _STAGE_MODEL,
+        *(f"{scope}/{_STAGE_MODEL}" for scope in scopes if scope),
+    ]
+    return {selector for name in names for _, selector in lookup.references_of(name)}

@@ -149,7 +149,7 @@ def grid(statements: Statements, file: str) -> list[Member]:
         settings = dict(zip(values, chosen, strict=True))
         name = ",".join(f"{short[n]}={_slug(settings[n])}" for n in varied)
         members.append(Member(name, [f"{n} = {value!r}" for n, value in settings.items()]))
-    return _told_apart(members)
+    return _distinctly_named(members)
 
 
 def _slug(value: Any) -> str:
@@ -157,7 +157,7 @@ def _slug(value: Any) -> str:
     return re.sub(r"[^\w.+-]+", "_", repr(value)).strip("_")
 
 
-def _told_apart(members: list[Member]) -> list[Member]:
+def _distinctly_named(members: list[Member]) -> list[Member]:
     """The members with a checksum after names that are long or the same."""
     count = Counter(member.name for member in members)
     return [

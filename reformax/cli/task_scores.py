@@ -44,12 +44,12 @@ _OF_TEXT = (
     "split",
     "data_dir",
 )
-OF_OWN = ("lengths", "depths", "texts")
-OF_TASKS = ("include_path", "num_fewshot", "limit", *OF_OWN)
+OF_QUESTIONS = ("lengths", "depths", "texts")
+OF_TASKS = ("include_path", "num_fewshot", "limit", *OF_QUESTIONS)
 # What a model of bytes reads of its run's task.
 _READ = ("task", "text.text.offset")
 # Tasks of the package, and the name of all of them.
-OWN = (*KINDS, in_context.RULER)
+QUESTION_TASKS = (*KINDS, in_context.RULER)
 # Draws that the harness makes for a standard error that has no formula.
 _BOOTSTRAP = 1000
 
@@ -72,12 +72,12 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     if not others:
         flags.refuse(args, OF_TASKS, f"the task {TEXT} does not read it")
         return score_text()
-    of_harness = [name for name in others if name not in OWN]
+    of_harness = [name for name in others if name not in QUESTION_TASKS]
     if not of_harness:
         flags.refuse(args, ("include_path", "num_fewshot"), "only the harness's tasks read it")
-    of_own = [name for name in others if name in OWN]
-    if not of_own:
-        flags.refuse(args, OF_OWN, f"only {', '.join(OWN)} read it")
+    of_questions = [name for name in others if name in QUESTION_TASKS]
+    if not of_questions:
+        flags.refuse(args, OF_QUESTIONS, f"only {', '.join(QUESTION_TASKS)} read it")
     settings = _question_settings(args)
     manager = _manager(args.include_path, of_harness) if of_harness else None
     files = results.ResultFiles(args.output_dir)
@@ -90,7 +90,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
-    kept = {
+    result = {
         "tasks": found,
         "complete": False,
         "checkpoint_steps": saved.steps,
@@ -98,25 +98,25 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
         "seed": args.seed,
         "overrides": args.config,
     }
-    if of_own:
-        kept["texts"] = args.texts
+    if of_questions:
+        result["texts"] = args.texts
         settings = settings._replace(lengths=settings.lengths or (scorer.max_length,))
-        _check_lengths(args, settings, of_own, encode)
-        for name in of_own:
+        _check_lengths(args, settings, of_questions, encode)
+        for name in of_questions:
             print(name, flush=True)
             for figures in in_context.score(scorer, encode, name, settings):
                 found[name] = figures
                 print(task_tables.last_row(figures["by_length"]), flush=True)
-                files.write_result(FILE, kept)  # a run that is cut off has what is done
+                files.write_result(FILE, result)  # a run that is cut off has what is done
             _print(name, found[name])
-        lines = {name: found[name]["by_length"] for name in of_own}
-        kept["picture"] = _picture_name(saved.steps, settings, of_own, args)
-        files.write(kept["picture"], task_tables.draw(lines, saved_run.named(saved.steps)))
+        lines = {name: found[name]["by_length"] for name in of_questions}
+        result["picture"] = _picture_name(saved.steps, settings, of_questions, args)
+        files.write(result["picture"], task_tables.draw(lines, saved_run.named(saved.steps)))
     if of_harness:
         found |= _of_harness(parts, of_harness, manager, args)
         for name in of_harness:
             _print(name, found[name])
-    files.write_result(FILE, _finite(kept | {"complete": True}))
+    files.write_result(FILE, _finite(result | {"complete": True}))
     print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}", flush=True)
     return max(files.exit_code(), score_text() if TEXT in names else 0)
 
@@ -197,7 +197,7 @@ def _manager(include_path: str | None, names: Sequence[str]):
     try:
         lm_eval.check_installed()
     except ImportError:
-        if near := messages.nearest(names[0], [TEXT, *OWN], most=0):
+        if near := messages.nearest(names[0], [TEXT, *QUESTION_TASKS], most=0):
             raise SettingError(f"--tasks: there is no task {names[0]}{near}") from None
         raise
     from lm_eval.tasks import TaskManager
@@ -213,7 +213,7 @@ def _manager(include_path: str | None, names: Sequence[str]):
     manager = TaskManager(include_path=include_path)  # seconds, for there are thousands
     for name in names:
         if not manager.match_tasks([name]):
-            known = list(dict.fromkeys([TEXT, *OWN, *manager.all_tasks]))
+            known = list(dict.fromkeys([TEXT, *QUESTION_TASKS, *manager.all_tasks]))
             raise SettingError(f"--tasks: there is no task {name}{messages.nearest(name, known)}")
     return manager
 

@@ -15,7 +15,16 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, distributed, flags, parsed, report, typed
+from reformax.cli import (
+    compilation_cache,
+    config,
+    distributed,
+    flags,
+    mistakes,
+    parsed,
+    report,
+    typed,
+)
 from reformax.declared import PathName, Positive, SettingError
 
 
@@ -28,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
     given = {"data_dir": args.data_dir, "init_from": args.init_from}
-    config.parse(files, args.config, **given)
-    config.refuse_flags(unknown)
+    config.parse(files, args.config, trains=True, **given)
+    mistakes.refuse_flags(unknown, training_flags.beginning_with)
     distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
     from reformax.cli import dummy_task

@@ -89,7 +89,8 @@ class Names:
         """
         *parents, found = parts
         inside = bool(parents) and all(isinstance(parent, ModuleType) for parent in parents)
-        configured = not called and _is(found, *_CONFIGURED)
+        name = getattr(found, "__module__", ""), getattr(found, "__name__", "")
+        configured = not called and name == _CONFIGURED
         if not inside or not (_is_allowed(parents[-1], found) or configured):
             raise Untrusted(self._explained(selector))
 
@@ -147,7 +148,3 @@ def _returns(found: Any, *types: str) -> bool:
         is_whole = dataclasses.is_dataclass(found)
         return is_whole and any(base.__name__ in types for base in found.__mro__[1:])
     return getattr(found, "__annotations__", {}).get("return") in types
-
-
-def _is(found: Any, module: str, name: str) -> bool:
-    return (getattr(found, "__module__", ""), getattr(found, "__name__", "")) == (module, name)

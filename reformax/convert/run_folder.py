@@ -138,21 +138,25 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
         f"# {note}",
         "#",
         "# reformax evaluate --output_dir=THIS_FOLDER --data_dir=TEXT",
+        "# reformax train --config_file=THIS_FOLDER/config.gin --config_file=lora.gin "
+        "--init_from=THIS_FOLDER --data_dir=TEXT",
         "from __gin__ import dynamic_registration",
         "from reformax.data import text",
         "from reformax.training import loop",
-        f"vocab_size = {n_of_text}",  # chats.gin has it by this name
+        f"vocab_size = {n_of_text}",  # chats.gin and lora.gin have these by their names
+        "batch_size = 1",
+        f"length = {length}",
         model,
         f"loop.train.model = @{spec.module}.{spec.model}",
         "loop.train.task = @text.text()",
-        "loop.train.batch_size = 1",
-        f"loop.train.length = {length}",
+        "loop.train.batch_size = %batch_size",
+        "loop.train.length = %length",
     ]
     masks = spec.model == "TransformerMaskedLM"
     if masks:
         lines[lines.index("loop.train.task = @text.text()")] = "loop.train.task = @masked.masked()"
         lines.insert(lines.index("from reformax.data import text"), _MASKED_IMPORT)
-        lines += ["masked.masked.task = @text.text()", f"masked.masked.length = {length}"]
+        lines += ["masked.masked.task = @text.text()", "masked.masked.length = %length"]
         lines += [] if mask_id is None else [f"masked.masked.mask_id = {mask_id}"]
     if n_pieces is not None:
         lines.append("text.text.vocab_size = %vocab_size")

@@ -84,11 +84,11 @@ def _write(path: Path, block: Block) -> None:
     file = io.BytesIO()
     np.savez_compressed(file, **block._asdict())
     # Others may write the same, those of other machines too: each has a name of its own.
-    own = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.npz")
+    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.npz")
     with durable.explaining("written", path.parent):
         durable.make_folder(path.parent)
-        durable.write(own, file.getvalue())
-        durable.rename(own, path)
+        durable.write(temporary, file.getvalue())
+        durable.rename(temporary, path)
 
 
 def _read(path: Path, size: int) -> Block:

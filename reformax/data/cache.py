@@ -111,8 +111,8 @@ def _size(folder: Path) -> int:
 
 def _folders(cache: Path) -> list[Path]:
     names = {path.name.partition(".")[0] for path in cache.iterdir()} if cache.is_dir() else ()
-    own = (name for name in names if len(name) == _KEY and set(name) <= set("0123456789abcdef"))
-    return [folder for name in sorted(own) if _parts(folder := cache / name)]
+    keys = (name for name in names if len(name) == _KEY and set(name) <= set("0123456789abcdef"))
+    return [folder for name in sorted(keys) if _parts(folder := cache / name)]
 
 
 def _parts(folder: Path) -> list[Path]:

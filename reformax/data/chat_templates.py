@@ -186,7 +186,7 @@ def chosen(name: str | Mapping[str, str], alphabet: TextEncoder, option: str) ->
       SettingError: the vocabulary lacks the template's tokens, or has no end of a document.
     """
     if isinstance(name, Mapping):
-        template = own(name, option)
+        template = custom(name, option)
     elif name == "auto":
         of_tokens = (x for x in TEMPLATES.values() if x.end is not None)
         fits = (x for x in of_tokens if not _lacking(x, alphabet))
@@ -211,7 +211,7 @@ def chosen(name: str | Mapping[str, str], alphabet: TextEncoder, option: str) ->
     return Written(template, alphabet, alphabet.end[0], [x for x in alphabet.end[1:] if x])
 
 
-def own(texts: Mapping[str, str], option: str) -> Template:
+def custom(texts: Mapping[str, str], option: str) -> Template:
     """The template of the user's own texts; raises `SettingError` for what is none."""
     wrong = next(
         (

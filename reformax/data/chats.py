@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt8
 
-from reformax.data import arrow_tables, chat_templates, conversations, documents, files, tables
+from reformax.data import arrow_tables, chat_templates, conversations, files, tables, text_files
 from reformax.data import splits as by_name
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_sizes, check_split, check_windows
@@ -87,9 +87,9 @@ def chats(
             "are one or the other, leave out what they are not"
         )
     if isinstance(template, Mapping):
-        chat_templates.own(template, _OPTION)
+        chat_templates.custom(template, _OPTION)
     path = files.existing(data_dir)
-    found = documents.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
+    found = text_files.find(path, pattern, None, False, splits, f"{_OPTION}.splits")
     rows, notes = _read(path, found, conversations.FieldNames(messages, prompt, answer))
     parts = by_name.with_cut(rows)
     if not parts["train"]:
@@ -99,7 +99,7 @@ def chats(
         learnt_from = _joined(parts["train"]) if vocabulary is None else None
         pieces = PieceVocabulary(vocab_size, learnt_from, vocabulary, option=_OPTION)
     data = _Chats(parts, template, pieces, too_long)
-    own = {split: found.files[split] for split in rows}
+    file_names = {split: found.files[split] for split in rows}
     return Task(
         "chats",
         BYTES if pieces is None else pieces.size,
@@ -112,13 +112,13 @@ def chats(
         train_rows=data.train_rows,
         document_mask=True,
         in_order=True,
-        summary=lambda: [_described(path, parts, own), data.template_line(), *notes],
+        summary=lambda: [_described(path, parts, file_names), data.template_line(), *notes],
         of_bytes=pieces is None,
     )
 
 
 def _read(
-    path: Path, found: documents.Found, names: conversations.FieldNames
+    path: Path, found: text_files.Found, names: conversations.FieldNames
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
     """The conversations of each split, and lines on what is left out."""
     rows, no_tables, notes, total = {}, [], [], 0
@@ -158,14 +158,14 @@ def _joined(parts: Sequence[Conversation]) -> UInt8[np.ndarray, " n"]:
 
 
 def _described(
-    path: Path, parts: Mapping[str, Sequence[Conversation]], own: Mapping[str, str]
+    path: Path, parts: Mapping[str, Sequence[Conversation]], file_names: Mapping[str, str]
 ) -> str:
     """A line on the conversations and answers of each split, and their files."""
     words = []
     for split in SPLITS:
         n_answers = sum(turn.scored for one in parts[split] for turn in one)
         counts = f"{len(parts[split]):,} conversations with {n_answers:,} answers"
-        words.append(f"{split} {counts} ({own.get(split, 'every tenth of train')})")
+        words.append(f"{split} {counts} ({file_names.get(split, 'every tenth of train')})")
     return f"{path}: {'; '.join(words)}"
 
 

@@ -41,11 +41,11 @@ def check_windows(batch_size: int, length: int, stride: int) -> None:
         raise SettingError(f"stride={stride} must be at most length={length}")
 
 
-def check_own_length(own: int, whose: str, **given: int) -> None:
+def check_fixed_length(fixed: int, whose: str, **given: int) -> None:
     """Raises `SettingError` for a length or stride of rows that have their own."""
     for argument, value in given.items():
-        if value != own:
-            raise SettingError(f"{argument}={value} must be {own}, {whose}")
+        if value != fixed:
+            raise SettingError(f"{argument}={value} must be {fixed}, {whose}")
 
 
 def check_stride(stride: int, length: int, why: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from reformax.data.base import full_batch
-from reformax.data.checks import check_held_out, check_own_length, check_sizes, check_split
+from reformax.data.checks import check_fixed_length, check_held_out, check_sizes, check_split
 from reformax.data.draws import generator, philox
 from reformax.task import Batch, Task
 
@@ -42,7 +42,7 @@ def drawn_task(
     """
     check_held_out(n_eval, length)
 
-    check_length = functools.partial(check_own_length, length, f"{name}'s own length")
+    check_length = functools.partial(check_fixed_length, length, f"{name}'s own length")
 
     def held_out(split: str) -> tuple[np.ndarray, np.ndarray]:
         check_split(name, split, HELD_OUT)

@@ -32,8 +32,8 @@ def in_epochs(numbers: Int[np.ndarray, " B"], n: int, seed: int) -> Int64[np.nda
     epochs, indices = np.divmod(numbers, n)
     found = np.zeros(len(numbers), np.int64)
     for epoch in np.unique(epochs):
-        own = epochs == epoch
-        found[own] = permuted(indices[own], n, generator(seed, int(epoch)))
+        of_epoch = epochs == epoch
+        found[of_epoch] = permuted(indices[of_epoch], n, generator(seed, int(epoch)))
     return found
 
 

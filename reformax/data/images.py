@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 
 from reformax.data import files
 from reformax.data.base import SPLITS, fingerprint, language_model
-from reformax.data.checks import check_own_length, check_sizes, check_split
+from reformax.data.checks import check_fixed_length, check_sizes, check_split
 from reformax.data.draws import generator
 from reformax.data.splits import IMAGES, By, choose
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
@@ -120,7 +120,7 @@ def _rows_apart(name: str, length: int, rows_of: Callable[[str], UInt8[np.ndarra
       rows_of: split -> its rows `[n, length]`; checks the split's name.
     """
     in_a_row = language_model(name, 256, lambda split: rows_of(split).ravel())
-    check_length = functools.partial(check_own_length, length, "the bytes of an image")
+    check_length = functools.partial(check_fixed_length, length, "the bytes of an image")
 
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
         check_sizes(batch_size=batch_size)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from reformax.data import questions
+from reformax.data import question_words, questions
 from reformax.declared import Bounds, Called, Positive, SettingError, Size, checked
 from reformax.task import Batch, Documents, Task
 
@@ -160,7 +160,7 @@ def _part(
     kind, depth, seed = questions.KINDS[name], float(rng.random()), int(rng.integers(2**31))
 
     def episode(n: int) -> questions.Episode:
-        return kind(questions.Draw(np.random.default_rng(seed), held_out=False), depth, n)
+        return kind(question_words.Draw(np.random.default_rng(seed), held_out=False), depth, n)
 
     def tokens_of(made: questions.Episode) -> tuple[list, np.ndarray, np.ndarray]:
         hidden = [

@@ -115,11 +115,11 @@ def join_shards(
     if order is not None:
         return _written_anew(folder, shards, keys, order, shard_bytes)
     found, before = [], 0
-    for shard, path, own in zip(shards, paths, of_shards, strict=True):
-        begins = np.fromfile(f"{path}.begins", np.int64)[firsts(own, before)]
+    for shard, path, shard_keys in zip(shards, paths, of_shards, strict=True):
+        begins = np.fromfile(f"{path}.begins", np.int64)[firsts(shard_keys, before)]
         durable.write(Path(f"{path}.joined"), begins.tobytes())
         found.append(shard | {"joined": len(begins)})
-        before = own[-1] if len(own) else before
+        before = shard_keys[-1] if len(shard_keys) else before
     return found
 
 
@@ -142,18 +142,18 @@ def _written_anew(folder: Path, shards, keys, order, shard_bytes: int) -> list[d
     while first < len(order):
         limit = ends[first] - lengths[first] + shard_bytes
         last = max(first + 1, int(ends.searchsorted(limit, "right")))
-        own = slice(first, last)
+        span = slice(first, last)
         path, crc = new / f"{len(found):05}", 0
         with durable.new_file(Path(f"{path}.bytes")) as file, durable.explaining("written", path):
-            for begin, length in zip(begins[own], lengths[own], strict=True):
+            for begin, length in zip(begins[span], lengths[span], strict=True):
                 for block in data[begin : begin + length].blocks():
                     file.write(block)
                     crc = zlib.crc32(block, crc)
         places = np.cumsum([0, *lengths[first : last - 1]], dtype=np.int64)
-        joined = places[firsts(keys[own], keys[first - 1] if first else 0)]
+        joined = places[firsts(keys[span], keys[first - 1] if first else 0)]
         durable.write(Path(f"{path}.begins"), places.tobytes())
         durable.write(Path(f"{path}.joined"), joined.tobytes())
-        facts = {"n": int(lengths[own].sum()), "begins": len(places), "crc": crc}
+        facts = {"n": int(lengths[span].sum()), "begins": len(places), "crc": crc}
         found.append({"file": f"{new.name}/{path.name}", **facts, "joined": len(joined)})
         first = last
     for path in old:  # without the first one a shard counts as one to be made

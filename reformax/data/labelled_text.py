@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from reformax.data import documents, files, tables
+from reformax.data import files, tables, text_samples
 from reformax.data import splits as by_name
 from reformax.data.arrow_tables import Column, NoField
 from reformax.data.base import SPLITS
 from reformax.data.labelled import stored_task
-from reformax.declared import Name, PathName, SettingError, checked
+from reformax.declared import Name, PathName, SettingError, checked, some_of
 from reformax.task import Labels, Task
 
 _OPTION = "labelled_text.labelled_text"
@@ -93,14 +93,14 @@ def labelled_text(
     _check_classes(path, rows, names)
     parts = by_name.with_cut(rows)
     named = {split: by_name.shown(path, paths) for split, paths in found.paths.items()}
-    own = {split: named[split] for split in rows}
+    file_names = {split: named[split] for split in rows}
     task = stored_task(
         "labelled_text",
         vocab_size=257,
         labels=Labels(len(names)),
         read=functools.partial(_read, parts, {name: i for i, name in enumerate(names)}),
     )
-    return task.replace(summary=lambda: [_described(path, parts, own, names), *notes])
+    return task.replace(summary=lambda: [_described(path, parts, file_names, names), *notes])
 
 
 def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
@@ -151,7 +151,7 @@ def _rows(folder: Path, found: _Found, split: str, fields: Sequence[Column]) -> 
             rows = (Row(text or b"", _label(value)) for text, value in values)
         else:
             data = files.read_file(path) if size else b""
-            documents.check_text(path, data, f"or leave it out by {_OPTION}.pattern")
+            text_samples.check_text(path, data, f"or leave it out by {_OPTION}.pattern")
             rows = [Row(data, _class_of(folder, path, len(found.paths) > 1 and split))]
         for row in rows:
             total += len(row.text)
@@ -195,13 +195,15 @@ def _read(
 
 
 def _described(
-    path: Path, parts: Mapping[str, Sequence[Row]], own: Mapping[str, str], names: Sequence[str]
+    path: Path,
+    parts: Mapping[str, Sequence[Row]],
+    file_names: Mapping[str, str],
+    names: Sequence[str],
 ) -> str:
     """A line on the classes, and on the rows of each split and their files."""
-    shown = ", ".join(f"{i} {name}" for i, name in enumerate(names[:_SHOWN]))
-    shown += f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    shown = some_of([f"{i} {name}" for i, name in enumerate(names)], _SHOWN)
     sizes = [
-        f"{split} {len(parts[split]):,} ({own.get(split, 'every tenth of train')})"
+        f"{split} {len(parts[split]):,} ({file_names.get(split, 'every tenth of train')})"
         for split in SPLITS
     ]
     labels = Counter(row.label for row in parts["valid"])

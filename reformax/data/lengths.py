@@ -118,7 +118,7 @@ def ranges(begins, n: int, borders: Sequence[int]) -> list[Range]:
     first, kind = np.concatenate(firsts), np.concatenate(kinds)
     counts = np.diff(first, append=n)
     of_kind = [kind == k for k in range(len(borders) + 1)]
-    return [Range(first[own], counts[own]) for own in of_kind]
+    return [Range(first[mask], counts[mask]) for mask in of_kind]
 
 
 def _blocks(begins, n: int) -> Iterator[np.ndarray]:
@@ -128,10 +128,10 @@ def _blocks(begins, n: int) -> Iterator[np.ndarray]:
 
 def check_enough(found: Sequence[Range], lengths: Lengths, length: int) -> None:
     """Raises `SettingError` if a range that has a weight has fewer tokens than a window."""
-    for k, (weight, own) in enumerate(zip(lengths.weights, found, strict=True)):
-        if weight and len(own) < length:
+    for k, (weight, part) in enumerate(zip(lengths.weights, found, strict=True)):
+        if weight and len(part) < length:
             raise SettingError(
                 f"length_weights has {weight:g} for {lengths.words(k)}, and the training text has "
-                f"{len(own):,} tokens of them, below length={length:,}: set it to 0, or change "
+                f"{len(part):,} tokens of them, below length={length:,}: set it to 0, or change "
                 "length_borders"
             )

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from reformax.data.base import SPLITS
-from reformax.data.checks import check_own_length, check_sizes, check_stride
+from reformax.data.checks import check_fixed_length, check_sizes, check_stride
 from reformax.data.draws import generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 from reformax.task import Batch, Task
@@ -56,14 +56,14 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
             f"document_mask is True (task {task.name}): hidden tokens are filled in from whole "
             "windows, leave it out"
         )
-    own_id = "" if mask_id is None else f", mask_id={mask_id}"
+    mask_id_of = "" if mask_id is None else f", mask_id={mask_id}"
     vocab_size = task.vocab_size + (mask_id is None)
     mask_id = task.vocab_size if mask_id is None else mask_id
     if mask_id >= vocab_size:
         raise SettingError(f"mask_id is {mask_id}: expected an id below {vocab_size}")
 
     def check_length(given: int) -> None:
-        check_own_length(length, "masked.masked.length", length=given)
+        check_fixed_length(length, "masked.masked.length", length=given)
 
     def draws(of_rows: np.random.Generator, shape: int | tuple[int, int]):
         """The number that decides whether a token is chosen, and the token that may replace it."""
@@ -114,7 +114,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         eval_batches,
         n_targets,
         fingerprint=fingerprint
-        and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}{own_id}"),
+        and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}{mask_id_of}"),
         masked=True,
         vocabulary=task.vocabulary,
         summary=task.summary,

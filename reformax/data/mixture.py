@@ -82,9 +82,9 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         numbers = np.arange(batch_size)[rows]
         order, parts = [], []
         for k in np.unique(chosen):
-            own = np.flatnonzero(chosen == k)
-            order.append(own)
-            parts.append(tasks[k].rows_of_batch(seed, step, batch_size, length, numbers[own]))
+            of_task = np.flatnonzero(chosen == k)
+            order.append(of_task)
+            parts.append(tasks[k].rows_of_batch(seed, step, batch_size, length, numbers[of_task]))
         return _in_order(parts, np.argsort(np.concatenate(order)))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:

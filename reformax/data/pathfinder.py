@@ -115,9 +115,9 @@ def pathfinder(
         classes = np.empty(len(numbers), np.uint8)
         rounds, places = np.divmod(drawn_ones, len(lengths))
         for place in np.unique(places):
-            own, length = places == place, lengths[place]
-            number = rounds[own] * lengths.count(length) + lengths[:place].count(length)
-            greys[own], classes[own] = kept[length](split, number)
+            rows, length = places == place, lengths[place]
+            number = rounds[rows] * lengths.count(length) + lengths[:place].count(length)
+            greys[rows], classes[rows] = kept[length](split, number)
         images = turned(greys.reshape(-1, size, size), copies).reshape(greys.shape)
         return images.astype(np.int32) * levels // 256 + 1, classes
 
@@ -297,7 +297,7 @@ class _Canvas:
         curve.at = dash[:, 1] + self._margin[:, None] * _direction(curve.angle)
         self._last += 1
         curve.number = np.full(n, self._last, np.int16)
-        self._own(dash, curve.alive, self._last)
+        self._claim(dash, curve.alive, self._last)
 
     def distractor(self, length: int) -> Float[np.ndarray, "n d 2 2"]:
         """A curve of `length` dashes in each image that has room; nan in others."""
@@ -358,7 +358,7 @@ class _Canvas:
         inside = [np.maximum(x[..., 0], x[..., 1]) <= room for x in far]
         return inside[0] | inside[1]
 
-    def _own(self, dash: Float[np.ndarray, "n 2 2"], alive: np.ndarray, number: int) -> None:
+    def _claim(self, dash: Float[np.ndarray, "n 2 2"], alive: np.ndarray, number: int) -> None:
         """Gives a dash the pixels around it that nobody owns."""
         rows = np.flatnonzero(alive)
         if not len(rows):

@@ -61,7 +61,7 @@ def encoded(
     if text.joined is not None:
         facts = (*facts, "joined")
     key = hashlib.sha256(repr(facts).encode()).hexdigest()
-    own = folder / _FOLDER / key[:32]
+    encoded = folder / _FOLDER / key[:32]
 
     def make(partial: Path) -> dict[str, Any]:
         tasks = [
@@ -74,8 +74,8 @@ def encoded(
 
     if (folder / _FOLDER).is_symlink():  # in a folder of somebody else it may lead anywhere
         raise SettingError(f"{folder / _FOLDER} is a symbolic link: prepare the text anew")
-    shard_folders.made_whole(own, key, make)
-    return _arrays(own, shard_folders.manifest(own)["spans"], vocabulary.dtype)
+    shard_folders.made_whole(encoded, key, make)
+    return _arrays(encoded, shard_folders.manifest(encoded)["spans"], vocabulary.dtype)
 
 
 def _part(text: Text, first: int, last: int) -> Text:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from reformax.data import files
 from reformax.data.base import SPLITS
-from reformax.declared import SettingError
+from reformax.declared import SettingError, some_of
 
 # Whether a folder's own splits are kept, or all that it holds is one text that is cut.
 By = Literal["by_name", "cut"]
@@ -166,11 +166,9 @@ def with_cut(rows: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
 
 def shown(folder: Path, paths: Sequence[Path], most: int = 3) -> str:
     """Some names of files of a folder, and how many more there are."""
-    names = [p.relative_to(folder).as_posix() + "/" * p.is_dir() for p in paths[:most]]
     if list(paths) == [folder]:
         return folder.name
-    more = [f"{len(paths) - most:,} more"] if len(paths) > most else []
-    return " and ".join([", ".join(names), *more])
+    return some_of([p.relative_to(folder).as_posix() + "/" * p.is_dir() for p in paths], most)
 
 
 def left_out_lines(folder: Path, left_out: Mapping[str, Sequence[Path]]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from reformax.data import documents, files, piece_files, shard_folders, token_files
+from reformax.data import documents, files, piece_files, shard_folders, text_files, token_files
 from reformax.data.base import (
     MAX_HELD_OUT,
     SPLITS,
@@ -23,7 +23,8 @@ from reformax.data.base import (
 from reformax.data.checks import of_split
 from reformax.data.joined import FOLDER
 from reformax.data.lengths import checked_lengths
-from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
+from reformax.data.piece_language_model import piece_language_model
+from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.splits import By
 from reformax.data.stored import StoredArray
 from reformax.data.vocabulary import FILE, ModelType
@@ -211,10 +212,10 @@ def _source(
     return token_files.cached(found, settings, cache_dir)
 
 
-def find(path: Path, settings: Mapping[str, Any]) -> documents.Found:
+def find(path: Path, settings: Mapping[str, Any]) -> text_files.Found:
     """The files of a text, by the settings of `DEFAULTS`."""
     by = {"by": settings["splits"], "option": "text.text.splits"}
-    found = documents.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
+    found = text_files.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
     join_by = settings.get("join_by")
     if settings["raw"] and join_by not in (None, FOLDER):
         raise SettingError(

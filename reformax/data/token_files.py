@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from reformax import durable
-from reformax.data import arrow_tables, cache, documents, files, joined, shard_folders, tables
+from reformax.data import (
+    arrow_tables,
+    cache,
+    documents,
+    files,
+    joined,
+    shard_folders,
+    tables,
+    text_files,
+)
 from reformax.data.stored import FilePart, StoredArray
 from reformax.declared import Bounds, SettingError, fits, user_path
 
@@ -55,7 +64,7 @@ class TextShard(NamedTuple):
 
     number: int
     split: str
-    found: documents.Found
+    found: text_files.Found
     spans: list[documents.FileSpan]
     field: str
 
@@ -142,7 +151,7 @@ def words_of(folder: Path) -> str:
 
 
 def cached(
-    found: documents.Found, settings: Mapping[str, Any], cache_dir: str | os.PathLike | None
+    found: text_files.Found, settings: Mapping[str, Any], cache_dir: str | os.PathLike | None
 ) -> tuple[documents.Source, Path]:
     """A text that is prepared in the cache, at its first use, and its folder there."""
     key = key_of(found, settings)
@@ -164,7 +173,7 @@ def _advice(fix: str, folder: Path) -> Iterator[None]:
         raise SettingError(f"{error}; or {fix}") from None
 
 
-def key_of(found: documents.Found, settings: Mapping[str, Any]) -> str:
+def key_of(found: text_files.Found, settings: Mapping[str, Any]) -> str:
     """The key of a text: its sources by path, size, time and samples, and the settings."""
     total = hashlib.sha256(
         json.dumps([shard_folders.FORMAT, found.kind, sorted(settings.items())]).encode()
@@ -183,7 +192,7 @@ def key_of(found: documents.Found, settings: Mapping[str, Any]) -> str:
 
 
 def prepare(
-    found: documents.Found,
+    found: text_files.Found,
     settings: Mapping[str, Any],
     folder: Path,
     processes: int | None = None,
@@ -220,10 +229,10 @@ def prepare(
         shards = list(shards_of(found, settings["field"]))
         # A version that divides a text in another way goes on with no shard of this one.
         division = [[(span.first, span.last) for span in shard.spans] for shard in shards]
-        own = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
-        for other in set(partial.glob("text-*")) - {own}:
+        parts = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
+        for other in set(partial.glob("text-*")) - {parts}:
             durable.remove(other)
-        made = shard_folders.all_made(make_shard, shards, own, _MEMORY, processes, quiet)
+        made = shard_folders.all_made(make_shard, shards, parts, _MEMORY, processes, quiet)
         if key_of(found, settings) != key:
             raise SettingError("a source changed while it was read: start again")
         splits = {split: [] for split in found.paths}
@@ -249,7 +258,7 @@ def _check_room(size: int, folder: Path) -> None:
         raise error
 
 
-def shards_of(found: documents.Found, field: str) -> Iterator[TextShard]:
+def shards_of(found: text_files.Found, field: str) -> Iterator[TextShard]:
     """The parts that become shards, in order: spans of large plain files, groups of small ones."""
     number = 0
     most = (found.size() * (_INFLATION if found.checked else 1)) // _SHARDS
@@ -268,7 +277,7 @@ def shards_of(found: documents.Found, field: str) -> Iterator[TextShard]:
 
 
 def _spans(
-    found: documents.Found, path: Path, field: str, most: int
+    found: text_files.Found, path: Path, field: str, most: int
 ) -> Iterator[documents.FileSpan]:
     """The parts of a file, of about so many bytes each where it can be divided."""
     size = path.stat().st_size

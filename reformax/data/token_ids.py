@@ -124,9 +124,11 @@ def token_ids(
 
 
 def _fingerprint(ids: Mapping[str, StoredArray], document_mask: bool, split: str) -> str:
-    own = of_split("token ids", ids, split)
+    found = of_split("token ids", ids, split)
     mask = ", document_mask=True" * document_mask
-    return f"{len(own):,} ids of {own.dtype}, samples of CRC-32 {own.sampled_crc32():08x}{mask}"
+    return (
+        f"{len(found):,} ids of {found.dtype}, samples of CRC-32 {found.sampled_crc32():08x}{mask}"
+    )
 
 
 def _summary(path: Path, of_splits, ids, begins) -> str:

@@ -165,10 +165,10 @@ def range_windows(
     for row, (k, start) in enumerate(zip(chosen, starts, strict=True)):
         at = last = 0
         for first, n in found[k].spans(int(start), length):
-            own, position = slice(at, at + n), np.array([first])
-            tokens[row, own] = windows_of(data, position, n)[0]
+            span, position = slice(at, at + n), np.array([first])
+            tokens[row, span] = windows_of(data, position, n)[0]
             if ids is not None:  # what follows a run is another document
-                ids[row, own] = segment_ids_of(segments, position, n)[0] + last
+                ids[row, span] = segment_ids_of(segments, position, n)[0] + last
                 last = ids[row, at + n - 1]
             at += n
     return tokens, ids

@@ -3,7 +3,8 @@
 Where to look:
 
 * A run: `loop.train` is the loop. `run` has its step, evaluation and save, `start` what comes
-  before and after, with the parts of `run_setup`. `schedule` says what is due after a step.
+  before and after: `run_setup`, `first_state`, `compiled_steps`. `schedule` says what is due
+  after a step.
 * What it computes: `step.step_fn` makes the compiled step, and `step.mean_loss` the loss, by
   `loss.cross_entropy`. `metrics` has a function for each metric, `optimizer` the updates.
 * Settings: `settings.TrainSettings`, `stages.Stage`, `evaluations.Evaluation`.

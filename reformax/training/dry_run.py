@@ -18,14 +18,17 @@ from reformax import declared, devices, memory
 from reformax.declared import LARGEST, Positive
 from reformax.training import (
     capacity,
+    compiled_steps,
     evaluation,
     fingerprints,
+    first_state,
     forecast,
     run_setup,
     starting_weights,
 )
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
+from reformax.training.run_setup import Models, Setup
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage, naming
 
@@ -49,7 +52,7 @@ class Needs(NamedTuple):
 
 
 def needs(
-    setup: run_setup.Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState, batch: Any
+    setup: Setup, stage: ResolvedStage, model: Any, like: step_lib.TrainState, batch: Any
 ) -> Needs:
     """Compiles the step of a stage; nothing is computed.
 
@@ -62,7 +65,7 @@ def needs(
     settings, _, mesh, key = setup
     placement = devices.placement(like, mesh)
     arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
-    step = run_setup.step_of(settings, model, mesh, like, stage.fine_tuning)
+    step = compiled_steps.step_of(settings, model, mesh, like, stage.fine_tuning)
     # Optimising a CPU's machine code takes half of the time and changes no buffer.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
@@ -76,7 +79,7 @@ def needs(
     )
 
 
-def _batch(setup: run_setup.Setup, stage: ResolvedStage) -> Any:
+def _batch(setup: Setup, stage: ResolvedStage) -> Any:
     """The shapes of a stage's first batch."""
     with naming(stage):
         seed = setup.settings.seed
@@ -97,7 +100,7 @@ def _resized(batch: Any, before: ResolvedStage, after: ResolvedStage) -> Any:
 
 
 def _capacities(
-    setup: run_setup.Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
+    setup: Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
 ) -> Iterator[str]:
     """Lines on the longest sequence and the largest batch that fit; see `capacity`.
 
@@ -128,8 +131,8 @@ def _capacities(
             return 2**62
 
     def search(name: str, unit: int, most: int) -> capacity.Capacity:
-        begin = getattr(stage, name), found.total
-        return capacity.search(partial(bytes_at, name), begin, found.state, limit, unit, most)
+        begin, fixed = (getattr(stage, name), found.total), found.state + found.params
+        return capacity.search(partial(bytes_at, name), begin, fixed, limit, unit, most)
 
     length = None
     if only:
@@ -176,13 +179,11 @@ def check(**settings: Any) -> None:
     """
     settings = TrainSettings(**settings)
     models = run_setup.models_of(settings)
-    _, like = run_setup.first_states(settings, models, jax.random.PRNGKey(settings.seed))
+    _, like = first_state.first_states(settings, models, jax.random.PRNGKey(settings.seed))
     _check_evaluation(settings, models, like)
 
 
-def _check_evaluation(
-    settings: TrainSettings, models: run_setup.Models, like: Any, **mesh: Any
-) -> None:
+def _check_evaluation(settings: TrainSettings, models: Models, like: Any, **mesh: Any) -> None:
     """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
     for one in settings.all_evaluations:
         if one.task.kept_vocabulary is None:  # learning it would take minutes
@@ -213,7 +214,7 @@ def report(
     settings = TrainSettings(**settings)
     setup = run_setup.set_up(settings)
     mesh = setup.mesh
-    _, like = run_setup.first_states(settings, setup.models, setup.key)
+    _, like = first_state.first_states(settings, setup.models, setup.key)
     _check_evaluation(settings, setup.models, like, mesh=mesh)
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
@@ -230,7 +231,7 @@ def report(
 
 
 def _memory(
-    setup: run_setup.Setup, like: step_lib.TrainState, batches: list[Any], limit: int
+    setup: Setup, like: step_lib.TrainState, batches: list[Any], limit: int
 ) -> Iterator[str]:
     """Lines on the memory of each stage, and on the sizes of the last one that fit.
 

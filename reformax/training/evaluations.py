@@ -75,24 +75,24 @@ class ResolvedEvaluation(NamedTuple):
         return {"batch_size": self.batch_size, "length": self.length, "stride": self.stride}
 
 
-def resolved(label: str, given: Evaluation, own: ResolvedEvaluation) -> ResolvedEvaluation:
+def resolved(label: str, given: Evaluation, main: ResolvedEvaluation) -> ResolvedEvaluation:
     """An evaluation with the values of the run's own.
 
     Raises:
       SettingError: a name that lines have, or a task, a stride or a metric that does not fit.
     """
-    name, task, length = f"evaluations[{label!r}]", given.task or own.task, given.length
-    if label in (*RESERVED, own.label):
+    name, task, length = f"evaluations[{label!r}]", given.task or main.task, given.length
+    if label in (*RESERVED, main.label):
         raise SettingError(
             f"{name} has the name of other lines of the record: choose another than "
-            f"{', '.join((*RESERVED, own.label))}"
+            f"{', '.join((*RESERVED, main.label))}"
         )
-    if task.kept_vocabulary is not own.task.kept_vocabulary:
+    if task.kept_vocabulary is not main.task.kept_vocabulary:
         raise SettingError(
             f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
             "it of the same vocabulary object as task"
         )
-    length = length or own.length
+    length = length or main.length
     if (given.stride or 1) > length:
         raise SettingError(f"{name}.stride={given.stride} must not be above its length of {length}")
     metrics = _metrics(task)
@@ -102,11 +102,11 @@ def resolved(label: str, given: Evaluation, own: ResolvedEvaluation) -> Resolved
         label,
         name,
         task,
-        given.split or own.split,
+        given.split or main.split,
         given.metric or metrics[0],
-        given.batch_size or own.batch_size,
+        given.batch_size or main.batch_size,
         length,
-        given.stride or (own.stride if given.length is None else length),
+        given.stride or (main.stride if given.length is None else length),
         given.tokens,
         given.whole,
         given.every,

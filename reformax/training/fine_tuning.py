@@ -21,8 +21,9 @@ import optax
 from jaxtyping import Array, Float
 
 from reformax.declared import Pattern, Positive, Seed, SettingError, Size, check_fields
+from reformax.training.muon_matrices import MATRICES, axes_of_matrix
 from reformax.training.named_tensors import n_axes_of, name_of
-from reformax.training.optimizer import MATRICES, Optimizer, axes_of_matrix, scheduled
+from reformax.training.optimizer import Optimizer, scheduled
 
 # Weights of several axes that are no matrices, such as biases of heads.
 _NO_MATRIX = re.compile(r"norm|bias|scale|(^|\.)b(\d|_\w+)?$")

@@ -43,11 +43,11 @@ def of(task: Any, needed: tuple[str, ...]) -> dict[str, str]:
 
 
 # How a difference is mended where a run would go on.
-OWN = "set the task back, begin in another output_dir, or go on"
+FIX = "set the task back, begin in another output_dir, or go on"
 
 
 def changes(
-    kept: Mapping[str, str], now: Mapping[str, str], step: int, allowed: bool, fix: str = OWN
+    kept: Mapping[str, str], now: Mapping[str, str], step: int, allowed: bool, fix: str = FIX
 ) -> dict[str, dict[str, str]]:
     """The splits that differ from a checkpoint's: split -> {'was': ..., 'is': ...}.
 

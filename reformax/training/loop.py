@@ -2,8 +2,8 @@
 
 `train` below is the loop. It reads top to bottom:
 
-* `start.opened` checks the settings and opens the folder; by `run_setup` it restores or draws
-  the weights and compiles the step.
+* `start.opened` checks the settings and opens the folder; by `first_state` it restores or
+  draws the weights, and by `compiled_steps` compiles the step.
 * `run.train_step` makes one step. The step is `step.step_fn`; `step.mean_loss` computes the loss.
 * `run.evaluate` and `run.save` score and save what `RunState` holds, which each step replaces.
   `Run` has the rest, the same objects all through: settings, model, batches, record.
@@ -65,8 +65,8 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             now = run.decisions.now()
             due = schedule.due(state.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
-            if due.evaluate and not is_scored(run, state, run.own, due.stop) and not now.stopping:
-                evaluate(run, state, run.own, due.stop)
+            if due.evaluate and not is_scored(run, state, run.main, due.stop) and not now.stopping:
+                evaluate(run, state, run.main, due.stop)
                 now = run.decisions.now()
             others = [x for x in due.others if not is_scored(run, state, x, due.stop)]
             if due.save or due.save_temporary or now.stopping or others:

@@ -28,10 +28,10 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 # How a checkpoint of another model is mended where a run would go on from it.
-OWN = "give another output_dir, or the config that the run began with"
+FIX = "give another output_dir, or the config that the run began with"
 
 
-def check_fits(there: dict[str, Any], like: Any, prefix: str, where: Path, fix: str = OWN) -> None:
+def check_fits(there: dict[str, Any], like: Any, prefix: str, where: Path, fix: str = FIX) -> None:
     """Compares a checkpoint's tensors with those that are expected; no number is needed.
 
     Args:

@@ -10,12 +10,11 @@ is the optimizer of a run of so many steps. `loop.train` calls it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ import optax
 import optax.contrib
 
 from reformax.declared import (
-    Called,
     Count,
     Fraction,
     NonNegative,
@@ -33,66 +31,21 @@ from reformax.declared import (
     SettingError,
     Size,
     checked,
-    shown,
+)
+from reformax.training.learning_rates import LearningRate, RateSchedule, check_schedule, rising
+from reformax.training.muon_matrices import (
+    MATRICES,
+    READOUTS,
+    axes_of_matrix,
+    groups,
+    rates_by_width,
+    times,
 )
 from reformax.training.named_tensors import n_axes_of, name_of
 
 # Weight decay is for matrices of linear maps, not for norms, biases, embeddings and positions.
 # Names decide, because a scanned stack gives all tensors one more axis.
 NO_DECAY = r"norm|bias|scale|embed|position|next_value|(^|\.)b(\d|_\w+)?$"
-
-
-LearningRate = Annotated[
-    NonNegative | optax.Schedule,
-    Called("a number of at least 0, or a schedule such as optimizer.rsqrt()"),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class RateSchedule:
-    """A learning rate by the updates done: a warm-up, and what follows to the last step.
-
-    Attributes:
-      name: of the factory, for errors.
-      rate: (updates done, steps of the run) -> the learning rate.
-      warmup_steps: updates until the peak.
-      steps: the last step; None: not known until `build`.
-      decay: (steps of the run) -> those at its end that lower the rate once more.
-      endless: whether the rate does not depend on `steps`.
-    """
-
-    name: str
-    rate: Callable
-    warmup_steps: int
-    steps: int | None = None
-    decay: Callable[[int], int] = lambda steps: 0
-    endless: bool = False
-
-    def __call__(self, count):
-        if self.steps is None and not self.endless:
-            raise SettingError(
-                f"{self.name} is as long as its run, whose length only optimizers of "
-                f"reformax.training.optimizer get: set {self.name}.steps, or call "
-                "optimizer.build(adamw(...), num_train_steps)"
-            )
-        return self.rate(count, self.steps)
-
-    def build(self, num_train_steps: int) -> RateSchedule:
-        """The schedule of a run of so many steps; one that has a length keeps it."""
-        return self if self.steps else dataclasses.replace(self, steps=num_train_steps)
-
-    def unfinished_warmup(self, num_train_steps: int) -> str | None:
-        """A line on a warm-up that a run of so many steps does not finish; None for others."""
-        falling = self.decay(num_train_steps) if self.steps is None else 0
-        free = num_train_steps - falling
-        if self.warmup_steps < max(free, 1):
-            return None
-        return (
-            f"{self.name}.warmup_steps={self.warmup_steps} is not below "
-            f"{'' if free == num_train_steps else f'the first {free} of '}steps={num_train_steps}: "
-            "the learning rate does not reach its peak; set "
-            f"{self.name}.warmup_steps={min(free // 10, self.warmup_steps)}"
-        )
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
@@ -149,11 +102,6 @@ def _schedules(optimizer: optax.GradientTransformation) -> list[RateSchedule]:
     return [x for x in given if isinstance(x, RateSchedule)]
 
 
-def _rising(step, warmup_steps: int):
-    """The share of the peak that a linear warm-up has reached; `step` counts from 1."""
-    return jnp.minimum(1.0, step / max(warmup_steps, 1))
-
-
 @checked
 def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
     """Trax's `constant * linear_warmup * rsqrt_decay`: it peaks at constant / sqrt(warmup_steps).
@@ -164,7 +112,7 @@ def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
     def rate(count, steps):
         del steps  # it ends nowhere
         step = count + 1.0
-        return constant * _rising(step, warmup_steps) / jnp.sqrt(jnp.maximum(step, warmup_steps))
+        return constant * rising(step, warmup_steps) / jnp.sqrt(jnp.maximum(step, warmup_steps))
 
     return RateSchedule("rsqrt", rate, warmup_steps, endless=True)
 
@@ -191,7 +139,7 @@ def cosine(
         step = count + 1.0
         progress = jnp.clip((step - warmup_steps) / max(steps - warmup_steps, 1), 0.0, 1.0)
         decay = final_fraction + (1 - final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-        return max_value * _rising(step, warmup_steps) * decay
+        return max_value * rising(step, warmup_steps) * decay
 
     return RateSchedule("cosine", rate, warmup_steps, steps)
 
@@ -225,7 +173,7 @@ def trapezoid(
         n = falling(steps)
         left = jnp.clip((steps - count) / (n + 1), 0.0, 1.0) if n else 1.0
         decay = final_fraction + (1 - final_fraction) * left
-        return max_value * _rising(count + 1.0, warmup_steps) * decay
+        return max_value * rising(count + 1.0, warmup_steps) * decay
 
     return RateSchedule("trapezoid", rate, warmup_steps, steps, falling)
 
@@ -319,12 +267,6 @@ def adafactor(
     )
 
 
-# The matrices of a stack's linear maps: queries, keys, values, gates, outputs, hidden layers.
-MATRICES = r"(attention|feed_forward)\.w(\d|_\w+)$"
-# The matrix that logits are made by: one of its own, or else the tied embedding.
-READOUTS = r"(^|\.)logits\.w$", r"(^|\.)embedding$"
-
-
 @checked
 def muon(
     learning_rate: LearningRate = 1e-3,
@@ -386,85 +328,28 @@ def muon(
 
     def of_rates(rate, adam_rate=None) -> optax.GradientTransformation:
         by_muon = optax.contrib.muon(
-            _times(of_matrices, rate),
+            times(of_matrices, rate),
             ns_steps=n_iterations,
             beta=momentum,
             weight_decay=weight_decay,
             mu_dtype=momentum_dtype,
-            muon_weight_dimension_numbers=_axes_of_matrices,
+            muon_weight_dimension_numbers=functools.partial(
+                jax.tree_util.tree_map_with_path, lambda path, _: axes_of_matrix(path)
+            ),
             consistent_rms=rms,
         )
         adam_rate = rate if adam_rate is None else adam_rate
         transforms = {"muon": by_muon, "adam": optax.adamw(adam_rate, b1, b2, eps, **decays)}
         readouts = READOUTS if width else ()
         if readouts:  # a group without parameters would be in checkpoints
-            adam_rate = _times(of_readout, adam_rate)
+            adam_rate = times(of_readout, adam_rate)
             transforms["readout"] = optax.adamw(adam_rate, b1, b2, eps, **decays)
-        return optax.partition(transforms, functools.partial(_groups, matrices, readouts))
+        return optax.partition(transforms, functools.partial(groups, matrices, readouts))
 
     others = () if adam_learning_rate is None else (adam_learning_rate,)
     optimizer = _optimizer(learning_rate, clip, of_rates, *others)
     optimizer.width = width
     return optimizer
-
-
-def rates_by_width(width: int, base_width: int, rms: float | None) -> tuple[float, float]:
-    """What Muon's rate, and that of the matrix of logits, are multiplied by in a wider model.
-
-    An update's spectral norm should stay the root of outputs / inputs at every width (Yang et al.
-    2023, "A Spectral Condition for Feature Learning", condition 1). A matrix of equal singular
-    values and a given root mean square has the root of its size, so that Muon's rate falls with the
-    root of the width; without `rms` the norm is that already. Adam's updates of the matrix of
-    logits add up along the features, so that its rate falls with the width; it stays for
-    embeddings that are not tied, norms and biases (Yang et al. 2022, "Tensor Programs V", table 3).
-    """
-    ratio = base_width / width
-    return 1.0 if rms is None else math.sqrt(ratio), ratio
-
-
-def _times(factor: float, rate: float | optax.Schedule) -> float | optax.Schedule:
-    if factor == 1:
-        return rate
-    return (lambda count: factor * rate(count)) if callable(rate) else factor * rate
-
-
-def _groups(matrices: str, readouts: Sequence[str], params):
-    """The name of each parameter's optimizer: "muon", "adam", or "readout" for Adam of logits."""
-    names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    found = (x for x in readouts if any(re.search(x, name) for name in names))
-    readout = next(found, None)
-
-    def group(path, leaf):
-        if leaf.ndim >= 2 and re.search(matrices, name_of(path), re.IGNORECASE):
-            return "muon"
-        return "readout" if readout and re.search(readout, name_of(path)) else "adam"
-
-    groups = jax.tree_util.tree_map_with_path(group, params)
-    if "muon" not in jax.tree.leaves(groups):
-        raise SettingError(
-            f"muon.matrices is {matrices!r}, which no trained parameter's name has: expected that "
-            "of matrices, or another optimizer, as for the factors of fine_tuning.Lora"
-        )
-    return groups
-
-
-def _axes_of_matrices(params):
-    """`axes_of_matrix` of each weight."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: axes_of_matrix(path), params)
-
-
-def axes_of_matrix(path) -> optax.contrib.MuonDimensionNumbers:
-    """Which axes of a weight are a matrix's inputs and outputs; others are of other matrices.
-
-    Args:
-      path: of the weight, in the model's parameters.
-    """
-    *_, layer, name = (str(getattr(key, "key", key)) for key in (None, *path))
-    if not layer.endswith("attention"):
-        return optax.contrib.MuonDimensionNumbers(-2, -1)
-    if name == "w_o":  # [N, V, D]
-        return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
-    return optax.contrib.MuonDimensionNumbers(-2, (-3, -1))  # [N, D, H]
 
 
 def _optimizer(learning_rate, clip, of_rates, *others) -> Optimizer:
@@ -476,7 +361,7 @@ def _optimizer(learning_rate, clip, of_rates, *others) -> Optimizer:
 
     for rate in (learning_rate, *others):
         if callable(rate) and not isinstance(rate, RateSchedule):
-            _check_schedule(rate)
+            check_schedule(rate)
     return scheduled((learning_rate, *others), clipped)
 
 
@@ -498,17 +383,3 @@ def _decay_mask(no_decay: str):
         return jax.tree_util.tree_map_with_path(decays, params)
 
     return mask
-
-
-def _check_schedule(schedule: optax.Schedule) -> None:
-    """Raises `SettingError` unless the function maps a count to a number."""
-    try:
-        rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
-        fits = rate.shape == () and jnp.issubdtype(rate.dtype, jnp.floating)
-    except Exception:  # whatever another function makes of a number
-        fits = False
-    if not fits:
-        raise SettingError(
-            f"learning_rate is {shown(schedule)}: expected a number, or a schedule such as "
-            "optimizer.rsqrt()"
-        )

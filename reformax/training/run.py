@@ -77,9 +77,9 @@ class Run:
     decisions: Decisions
 
     @property
-    def own(self) -> str:
+    def main(self) -> str:
         """The label of the run's own evaluation."""
-        return self.settings.own_evaluation.label
+        return self.settings.main_evaluation.label
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
     if run.settings.progress:
         run.log.bar.say(f"step {state.step}: {scores.words(score)}")
     state.scores[label] = score
-    if label == run.own:
+    if label == run.main:
         run.samples.write(params, state.step, last, run.log, stop)
         run.log.pause()
         run.callbacks.call("on_evaluation", state.step, dict(score), params)
@@ -201,8 +201,8 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
         label: {"scored": run.scores[label].kind(data), "evaluation": score}
         for label, score in state.scores.items()
     }
-    own = state.scores.get(run.own)
-    extra |= found.pop(run.own, {})
+    main_score = state.scores.get(run.main)
+    extra |= found.pop(run.main, {})
     if found:
         extra["evaluations"] = found
 
@@ -214,7 +214,7 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
     run.checkpoints.save(
         state.step,
         state.arrays,
-        None if own is None else own[run.scores[run.own].metric],
+        None if main_score is None else main_score[run.scores[run.main].metric],
         run.config,
         check_folder,
         temporary,
@@ -258,9 +258,9 @@ def result_of(run: Run, state: RunState) -> dict[str, Any]:
 
     best_step, best_score = run.processes.same(best)
     number = run.decisions.now().signal
-    others = {label: score for label, score in state.scores.items() if label != run.own}
-    metric = run.scores[run.own].metric
-    score = state.scores.get(run.own) or {metric: None, "n_targets": 0, "whole": False}
+    others = {label: score for label, score in state.scores.items() if label != run.main}
+    metric = run.scores[run.main].metric
+    score = state.scores.get(run.main) or {metric: None, "n_targets": 0, "whole": False}
     if "whole_split" in score:
         score = {**score["whole_split"], "whole": True}
     return {
@@ -273,7 +273,7 @@ def result_of(run: Run, state: RunState) -> dict[str, Any]:
         "n_targets": score["n_targets"],
         "whole": score["whole"],
         "best_step": best_step,
-        "best_whole": not run.scores[run.own].of_part,
+        "best_whole": not run.scores[run.main].of_part,
         "best_" + metric: best_score,
         "evaluations": {
             label: {"metric": run.scores[label].metric, **score} for label, score in others.items()

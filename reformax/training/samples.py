@@ -101,7 +101,7 @@ class Samples:
         """New tokens of each prompt; the call raises what the model or the prompts do not allow."""
         settings, prompts = self._settings, self._prompts()
         longest = max(map(len, prompts), default=0) + settings.sample_tokens
-        length = settings.own_evaluation.length  # by which automatic numbers of buckets go
+        length = settings.main_evaluation.length  # by which automatic numbers of buckets go
         return decoding.stream(
             self._model,
             params,

@@ -260,7 +260,7 @@ class TrainSettings:
         return number
 
     @functools.cached_property
-    def own_evaluation(self) -> ResolvedEvaluation:
+    def main_evaluation(self) -> ResolvedEvaluation:
         """The evaluation of the run, by which a checkpoint is the best."""
         length = self.eval_length or self.length
         return ResolvedEvaluation(
@@ -281,12 +281,12 @@ class TrainSettings:
     def other_evaluations(self) -> list[ResolvedEvaluation]:
         """The resolved evaluations of `evaluations`, in their order."""
         given = self.evaluations.items()
-        return [evaluations_lib.resolved(x, y, self.own_evaluation) for x, y in given]
+        return [evaluations_lib.resolved(x, y, self.main_evaluation) for x, y in given]
 
     @property
     def all_evaluations(self) -> list[ResolvedEvaluation]:
         """The run's own evaluation, and the others."""
-        return [self.own_evaluation, *self.other_evaluations]
+        return [self.main_evaluation, *self.other_evaluations]
 
 
 def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) -> TaskModel:

@@ -21,7 +21,7 @@ class BestEffort:
     """
 
     def __init__(self, name: str, file=None):
-        self._name, self._file, self._told = name, file, False
+        self._name, self._file, self._reported = name, file, False
 
     def __enter__(self) -> BestEffort:
         return self
@@ -29,8 +29,8 @@ class BestEffort:
     def __exit__(self, kind, error, traceback) -> bool:
         if not isinstance(error, Exception):
             return False
-        if not self._told:
-            self._told = True  # before the line is printed, which may fail in turn
+        if not self._reported:
+            self._reported = True  # before the line is printed, which may fail in turn
             reason = " ".join(f"{kind.__name__}: {error}".split())
             text = f"note: {self._name} failed, and the work goes on ({reason})"
             with suppress(Exception):

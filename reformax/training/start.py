@@ -19,8 +19,10 @@ from jax.sharding import Mesh
 
 from reformax import devices
 from reformax.training import (
+    compiled_steps,
     environment,
     fingerprints,
+    first_state,
     kept_mass,
     optimizer,
     placing,
@@ -28,9 +30,10 @@ from reformax.training import (
     utilization,
 )
 from reformax.training import mesh as mesh_lib
-from reformax.training.callbacks import Callbacks
+from reformax.training.callbacks import Callbacks, Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.decisions import Decisions
+from reformax.training.first_state import RestoredRun
 from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
@@ -39,7 +42,10 @@ from reformax.training.messages import Messages
 from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
 from reformax.training.record import Bar, NoRecord, Record
+from reformax.training.record_lines import RecordLines
 from reformax.training.run import Run, RunState, report_notes, report_saves
+from reformax.training.run_setup import Setup
+from reformax.training.samples import SPLIT as SAMPLES
 from reformax.training.samples import Samples
 from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
@@ -70,7 +76,7 @@ def opened(folder: Path, settings: TrainSettings) -> Iterator[tuple[Run, RunStat
 
 
 def _open(
-    setup: run_setup.Setup, folder: Path, processes: Processes, stack: ExitStack
+    setup: Setup, folder: Path, processes: Processes, stack: ExitStack
 ) -> tuple[Run, RunState]:
     """Opens the folder, the state, the record and the stream of batches."""
     settings, models, mesh, key = setup
@@ -91,7 +97,7 @@ def _open(
     for one in evaluations:
         with naming(one):
             one.task.n_targets(one.split)  # an unknown split fails now
-    restored = run_setup.restore_or_init(setup, checkpoints, newest, vocabulary)
+    restored = first_state.restore_or_init(setup, checkpoints, newest, vocabulary)
     processes.compare({f"the data of {split}": x for split, x in restored.data.items()})
     samples.check(restored.state.eval_params, messages.note)
     state = _state_of(restored, scores)
@@ -100,12 +106,12 @@ def _open(
     _say_beginning(setup, restored, folder, processes.count, messages.say)
     if settings.config_text is not None and processes.first:  # before minutes go into compiling
         tell_changes(folder, settings.config_text(), used, messages.say)
-    _say_schedule(settings, restored, messages.note)
+    _note_surprises(settings, restored, messages.note)
     # From here on a signal lets the step in progress finish.
     stack.enter_context(interrupt)
     batches = stack.enter_context(prefetch(_batches(settings, mesh, state.step)))
     batch = partial(_batch, settings)
-    train_steps, batches = run_setup.compiled(setup, restored, batches, batch, messages.say)
+    train_steps, batches = compiled_steps.compiled(setup, restored, batches, batch, messages.say)
     # Now the config is known to be the run's own, and that it can run.
     processes.meet()
     processes.by_first(lambda: checkpoints.tidy(messages.note))
@@ -114,7 +120,7 @@ def _open(
         text = settings.config_text()
         config = processes.by_first(lambda: write_config(folder, text, used))
     record = processes.by_first(
-        lambda: run_setup.open_record(settings, folder, restored, config, messages.note, lock.check)
+        lambda: _open_record(settings, folder, restored, config, messages.note, lock.check)
     )
     log = _step_log(setup, restored, record or NoRecord(), callbacks, decisions.started)
     return Run(
@@ -184,12 +190,12 @@ def _vocabulary(
     return fingerprint if processes.first else keep(True)
 
 
-def _state_of(restored: run_setup.RestoredRun, scores: dict[str, Scores]) -> RunState:
+def _state_of(restored: RestoredRun, scores: dict[str, Scores]) -> RunState:
     """The state to go on from, with those scores of its step that this run's evaluations have."""
-    info, own = restored.info, next(iter(scores))
-    saved = {label: one for label, one in info.get("evaluations", {}).items() if label != own}
+    info, main = restored.info, next(iter(scores))
+    saved = {label: one for label, one in info.get("evaluations", {}).items() if label != main}
     if info.get("evaluation") is not None:
-        saved = {own: {name: info.get(name) for name in ("scored", "evaluation")}} | saved
+        saved = {main: {name: info.get(name) for name in ("scored", "evaluation")}} | saved
     # A score of another split, its data or context is not this run's: it evaluates again.
     found = {
         label: one["evaluation"]
@@ -202,8 +208,8 @@ def _state_of(restored: run_setup.RestoredRun, scores: dict[str, Scores]) -> Run
 
 
 def _say_beginning(
-    setup: run_setup.Setup,
-    restored: run_setup.RestoredRun,
+    setup: Setup,
+    restored: RestoredRun,
     folder: Path,
     n_processes: int,
     say: Callable[[str], None],
@@ -228,12 +234,14 @@ def _say_beginning(
     say(f"{settings.task.name}: {restored.n_params:,} parameters, {shown}, {part}, in {folder}")
 
 
-def _say_schedule(
-    settings: TrainSettings, restored: run_setup.RestoredRun, note: Callable[[str], None]
+def _note_surprises(
+    settings: TrainSettings, restored: RestoredRun, note: Callable[[str], None]
 ) -> None:
-    """Says that the learning rate does not reach its peak, or has another length than before."""
+    """Notes on weights that nothing trains, and a schedule without its peak or of a new length."""
     if restored.step >= settings.steps:
         return
+    if settings.fine_tuning is not None and settings.init_from is None and not restored.step:
+        note("note: fine_tuning is set and init_from is not: all other weights stay as drawn")
     if (line := settings.unfinished_warmup) is not None:
         note(f"note: {line}")
     before = restored.info.get("schedule_steps")
@@ -245,9 +253,7 @@ def _say_schedule(
         )
 
 
-def _kept(
-    settings: TrainSettings, restored: run_setup.RestoredRun, vocabulary: str | None
-) -> dict[str, Any]:
+def _kept(settings: TrainSettings, restored: RestoredRun, vocabulary: str | None) -> dict[str, Any]:
     """The values that every checkpoint of the run keeps."""
     kept = {
         "data": restored.data,
@@ -259,9 +265,42 @@ def _kept(
     return {name: x for name, x in kept.items() if x is not None}
 
 
+def _open_record(
+    settings: TrainSettings,
+    folder: Path,
+    restored: RestoredRun,
+    config: str | None,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> Record:
+    """Opens the record where the checkpoint left it.
+
+    Args:
+      settings, folder, restored: the run's.
+      config: the text of config.gin.
+      say, check: see `RecordLines`.
+
+    Raises:
+      OSError: the file cannot be read or written.
+    """
+    step, info = restored.step, restored.info
+    split = (info.get("scored") or {}).get("split", settings.eval_split)
+    scored = [split, SAMPLES] * (info.get("score") is not None)
+    scored += info.get("evaluations", {})
+    lines = RecordLines(
+        folder / "metrics.jsonl", step, info.get("record"), scored, say=say, check=check
+    )
+    n_tokens = settings.batch_size * settings.length
+    loggers = Loggers(settings.loggers, folder, step, config)
+    record = Record(folder, lines, step, settings.main_evaluation.metric, n_tokens, loggers)
+    if restored.changed_data and step < settings.steps:
+        record.write(step + 1, "data", {"changed": restored.changed_data}, {}, tag="data")
+    return record
+
+
 def _step_log(
-    setup: run_setup.Setup,
-    restored: run_setup.RestoredRun,
+    setup: Setup,
+    restored: RestoredRun,
     record: Record,
     callbacks: Callbacks,
     started: float,
@@ -281,9 +320,7 @@ def _step_log(
     )
 
 
-def _utilization(
-    setup: run_setup.Setup, restored: run_setup.RestoredRun
-) -> Callable[[int, float], float | None]:
+def _utilization(setup: Setup, restored: RestoredRun) -> Callable[[int, float], float | None]:
     """The utilization of the devices after a step, at so many tokens per second."""
     settings, models, mesh, _ = setup
     shares = {}  # of a token per second, by stages

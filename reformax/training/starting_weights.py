@@ -91,8 +91,7 @@ def found(init_from: str | os.PathLike) -> tuple[Path, int]:
             "reformax.convert makes one of weights of Trax and Hugging Face"
         )
     if step is None:
-        best = checkpoints.best_step()
-        step = steps[-1] if best is None else best
+        step = checkpoints.best_or_latest()
     if step not in steps:
         there = ", ".join(map(str, steps))
         raise SettingError(f"init_from={init_from} is no checkpoint: {folder} has {there}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import html
 import importlib
-import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from gin.config_parser import BindingStatement, ConfigParser, ParserDelegate
 
 from reformax import durable
 from reformax.declared import Name, SettingError, checked
@@ -78,30 +78,38 @@ class WandbLogger:
         self._run.finish()
 
 
+class _Macro(str):
+    """The name of a macro in a value."""
+
+
+class _Texts(ParserDelegate):
+    """References as the config writes them."""
+
+    def configurable_reference(self, name: str, evaluate: bool) -> str:
+        return f"@{name}{'()' * evaluate}"
+
+    def macro(self, name: str) -> _Macro:
+        return _Macro(name)
+
+
 def settings_of(text: str) -> dict[str, Any]:
-    """The settings of a config by their names, macros by their values; references stay text."""
-    lines = re.findall(r"^([\w./]+) = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
-    found = {name: _value(value.replace("\\\n", " ")) for name, value in lines}
+    """The settings of a config by their names, macros by their values; references are text."""
+    found, macros = {}, {}
+    for statement in ConfigParser(text, _Texts()):
+        if isinstance(statement, BindingStatement):
+            scope, selector, argument, value, _ = statement
+            name = f"{scope}/{selector}" if scope else selector
+            found[f"{name}.{argument}" if argument else name] = value
+            macros |= {} if argument else {name: value}
 
     def resolved(value: Any) -> Any:
-        seen = set()
-        while isinstance(value, _Unquoted) and value[0] == "%" and value not in seen:
-            seen.add(value)
-            value = found.get(value[1:], value)
-        return str(value) if isinstance(value, _Unquoted) else value
+        if isinstance(value, _Macro):
+            return resolved(macros[value]) if value in macros else f"%{value}"
+        if isinstance(value, dict):
+            return {str(key): resolved(x) for key, x in value.items()}
+        return list(map(resolved, value)) if isinstance(value, list | tuple) else value
 
     return {name: resolved(value) for name, value in found.items()}
-
-
-class _Unquoted(str):
-    """A reference or a macro, and what holds one."""
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
-        return _Unquoted(" ".join(text.split()))
 
 
 def _id(folder: Path) -> str:

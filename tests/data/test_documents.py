@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reformax.data import arrow_tables, documents, files, tables
+from reformax.data import arrow_tables, documents, files, tables, text_files
 from reformax.data.text import text
 from tests.data.tables import write, write_texts
 
@@ -368,7 +368,7 @@ def test_flipped_bytes_of_tables_are_told_or_harmless(tmp_path):
 def test_a_row_is_one_document_whatever_it_holds(tmp_path):
     path = tmp_path / "a.jsonl"
     write_texts(path, ["one\0two", "three"])
-    source = documents.find(path, "*", "text", False, "by_name", "text.text.splits")
+    source = text_files.find(path, "*", "text", False, "by_name", "text.text.splits")
     found = documents.read(path, source, "text").texts["train"]
     assert bytes(found.data) == "one\ufffdtwo\0three\0".encode()
     assert list(found.begins) == [0, 10]

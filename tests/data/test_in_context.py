@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from reformax.data import in_context, questions
+from reformax.data import in_context, question_words, questions
 from reformax.data.associative_recall import associative_recall
 from reformax.data.text import text
 from reformax.task import Documents
@@ -30,7 +30,7 @@ def decoded(ids):
 def facts(text):
     """(key, value) of every sentence of a fact for training."""
     found = []
-    for template in questions.TRAINING.fact:
+    for template in question_words.TRAINING.fact:
         pattern = re.escape(template).replace(r"\{\}", "{}").format(r"([a-z ]+?)", r"(\d{7})")
         found += re.findall(pattern, text)
     return found

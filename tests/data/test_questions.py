@@ -7,8 +7,9 @@ import zlib
 import numpy as np
 import pytest
 
-from reformax.data import questions
-from reformax.data.questions import HELD_OUT, KINDS, TRAINING, Draw, Hay
+from reformax.data import question_words, questions
+from reformax.data.question_words import HELD_OUT, TRAINING, Draw
+from reformax.data.questions import KINDS, Hay
 
 NUMBER = r"\d{7}"
 TEXT = "".join(f"Line {i} of a text, as long as it is.\n" for i in range(500)) + "word " * 300
@@ -117,7 +118,7 @@ def test_a_passage_is_copied():
     one = ask("copy", depth=0.2)
     ((key, passage),) = facts(one.text, "passage")
     assert key in last_sentence(one) and one.answer == f" {passage}."
-    assert len(passage.split()) == questions.N_WORDS
+    assert len(passage.split()) == question_words.N_WORDS
 
 
 def test_needles_lie_between_lines_of_the_text():

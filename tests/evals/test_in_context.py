@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from reformax.data.questions import HELD_OUT, KINDS, Hay, checksum
+from reformax.data.question_words import HELD_OUT
+from reformax.data.questions import KINDS, Hay, checksum
 from reformax.evals import in_context, likelihood
 from reformax.evals.likelihood import LanguageScorer, Likelihood
 from reformax.models import lm

@@ -254,6 +254,12 @@ def test_a_run_begins_with_weights_and_goes_on_with_those_it_tuned(tmp_path):
         trained(tmp_path / "tuned", 30, FineTuning(lora=Lora(rank=3, matrices="head")))
 
 
+def test_a_run_that_tunes_drawn_weights_notes_it(tmp_path, capsys):
+    trained(tmp_path, 1, FineTuning(only=("bias",)))
+    note = "note: fine_tuning is set and init_from is not: all other weights stay as drawn\n"
+    assert note in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch, capsys):
     """By lora.gin behind its config, as the commands have it; nothing asks to be trusted."""

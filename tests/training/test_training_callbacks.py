@@ -267,23 +267,24 @@ def test_weights_of_another_model_or_vocabulary_are_refused(plain, tmp_path):
 def test_weights_and_biases_gets_settings_by_their_names():
     text = """import lm
 # Macros:
-steps = 100
+steps = 100  # a = 1
 attention = @lsh.lsh()
 loop.train.steps = %steps
 short/lm.ReformerLM.attention_type = \\
     (@local.local(), %attention)
 lm.ReformerLM.attention_type = %attention
 lm.ReformerLM.pos_type = 'rotary'
-a.b.c = %a.b.c
+loop.train.sample_prompts = ['a = 1\\n',
+'b']
+loop.train.mesh = {'fsdp': %devices}
 """
-    found = wandb_log.settings_of(text)
-    assert found == {
+    assert wandb_log.settings_of(text) == {
         "steps": 100,
         "attention": "@lsh.lsh()",
         "loop.train.steps": 100,
-        "short/lm.ReformerLM.attention_type": "(@local.local(), %attention)",
+        "short/lm.ReformerLM.attention_type": ["@local.local()", "@lsh.lsh()"],
         "lm.ReformerLM.attention_type": "@lsh.lsh()",
         "lm.ReformerLM.pos_type": "rotary",
-        "a.b.c": "%a.b.c",
+        "loop.train.sample_prompts": ["a = 1\n", "b"],
+        "loop.train.mesh": {"fsdp": "%devices"},
     }
-    assert all(type(value) in (int, str) for value in found.values())

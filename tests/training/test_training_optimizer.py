@@ -11,7 +11,7 @@ import pytest
 
 from reformax.declared import SettingError
 from reformax.models import TransformerLM
-from reformax.training import optimizer
+from reformax.training import muon_matrices, optimizer
 from reformax.training.named_tensors import name_of
 from tests.helpers import assert_trees_close
 from tests.ops.rows import ROWS
@@ -316,7 +316,7 @@ def test_the_readout_of_a_model_is_its_matrix_of_logits_or_the_tied_embedding(ti
     sizes = dict(vocab_size=16, d_model=8, d_ff=8, n_heads=2, n_layers=1)
     model = TransformerLM(**sizes, tie_embeddings=tied, init_std=0.02)
     params = jax.eval_shape(lambda key: model.init_params(key, (1, 4)), jax.random.key(0))
-    groups = optimizer._groups(optimizer.MATRICES, optimizer.READOUTS, params)
+    groups = muon_matrices.groups(muon_matrices.MATRICES, muon_matrices.READOUTS, params)
     found = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(groups)}
     assert [name for name, x in found.items() if x == "readout"] == [readout]
 

@@ -348,6 +348,14 @@ def test_a_misspelt_name_of_a_file_is_told(folder, monkeypatch, capsys):
     assert "note: configs/mine.gin sets optimizer.adam.b1, which this run does not use" in out
 
 
+def test_a_setting_may_take_the_place_of_a_files_macro(tmp_path):
+    path = tmp_path / "mine.gin"
+    path.write_text("length = 64\nloop.train.length = %length\n")
+    config.parse([str(path)], ["loop.train.length=32"])
+    assert parsed.bindings(loop.train, ["length"]) == {"length": 32}
+    gin.clear_config()
+
+
 @pytest.mark.parametrize("which", ["best", "average:5"])
 def test_evaluating_a_folder_without_a_run_is_told(which, folder, monkeypatch, capsys):
     flags = ["--output_dir=nowhere", f"--checkpoint={which}"]

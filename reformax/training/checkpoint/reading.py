@@ -16,7 +16,7 @@ from reformax.declared import SettingError
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.names import CheckpointNames
-from reformax.training.named_tensors import OWN, as_tree, check_fits, named
+from reformax.training.named_tensors import FIX, as_tree, check_fits, named
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
@@ -67,6 +67,11 @@ class CheckpointReader:
         """
         return self._best(self._descriptions(skip_unreadable))
 
+    def best_or_latest(self) -> int:
+        """The step of the best of the checkpoints; of the latest where none is scored yet."""
+        best = self.best_step()
+        return self.steps()[-1] if best is None else best
+
     def score(self, step: int) -> float | None:
         """The score that `save` was given; None if there was none.
 
@@ -106,7 +111,7 @@ class CheckpointReader:
         self,
         step: int,
         like: Any,
-        fix: str = OWN,
+        fix: str = FIX,
         names: Collection[str] | None = None,
         without: Collection[str] = (),
     ) -> tuple[Any, dict[str, Any]]:
