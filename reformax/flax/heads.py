@@ -16,11 +16,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from reformax.buffers import Buffer
 from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
 from reformax.flax import nan_unless_mask, seen
-from reformax.nn import checked_lengths
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.numerics.arrays import check_lengths
 from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -276,15 +276,8 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
     """The lengths of a prompt's rows, whose numbers are checked where they are known."""
     if lengths is None:
         return jnp.full(n_rows, n_tokens)
-    lengths = checked_lengths(lengths, "lengths", n_rows)
-    if not _is_known(lengths):
-        return lengths
-    known = np.asarray(lengths)  # within jit, operations on arrays of JAX are traced
-    if not np.all(_fits(known, n_tokens)):
-        raise ValueError(
-            f"lengths has {int(known.min())} to {int(known.max())}: expected 1 to {n_tokens}, "
-            "the tokens of inputs_q"
-        )
+    lengths = jnp.asarray(lengths)
+    check_lengths("lengths", lengths, n_rows, n_tokens, least=1)
     return lengths
 
 

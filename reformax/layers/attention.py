@@ -22,7 +22,9 @@ from reformax.layers.multi_head import (
 )
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
+from reformax.ops.calls.arguments import check_mask
 from reformax.ops.masking.masks import int32_ids, tokens_of
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.recurrence import short_convolution
 
@@ -219,6 +221,8 @@ class Attention(AttentionDecoding, PlannedAttention):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` by the plan of another layer, or its own where that is None; and the plan."""
         tokens = tokens_of(mask)
+        check_floats("x", x, "batch", "length", params["w_o"].shape[-1])
+        check_mask("mask", mask, "x", x)
         qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng) if plan is None else plan
         return self.attend(params, qkv, plan, mask, rng, run), plan

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
-from reformax.declared import SettingError
+from reformax.declared import SettingError, shown
 from reformax.layers._trax import HAS_TRAX, NotInstalled, tl
 from reformax.ops.base import AttentionOp
 
@@ -138,6 +139,13 @@ class Layer(_Base):
             if name != "name" and plain and value != parameter.default:
                 shown.append(f"{name}={value!r}")
         return f"{super().__repr__()}({', '.join(shown)})"
+
+
+def check_shape(shape: Any) -> None:
+    """Raises `ValueError` unless `shape` is that of an input, whose last axis has the features."""
+    sizes = shape if isinstance(shape, tuple | list) else ()
+    if not sizes or not all(isinstance(n, int | np.integer) and n > 0 for n in sizes):
+        raise ValueError(f"shape is {shown(shape)}: expected that of an input, such as x.shape")
 
 
 # Trax gives a mode to each layer's constructor, and nothing to the model around it. Its models of

@@ -15,18 +15,18 @@ from reformax import devices
 from reformax.buffers import in_parts
 from reformax.declared import Count, NonNegative, Positive, Rate, SettingError, Size, check_fields
 from reformax.layers import float8
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (
     IN_KERNELS,
     Unnormed,
     affine,
-    check_input,
     products,
     transposed_on_gpu,
 )
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_words
 
@@ -133,6 +133,7 @@ class FeedForward(Layer):
         return rate_in(self.mode, max(self.dropout, self.hidden_dropout)) > 0.0
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)
         rngs = {"1": rng1, "2": rng2}
@@ -202,7 +203,7 @@ class FeedForward(Layer):
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
         d_model = params["w2"].shape[1]
-        check_input(x, d_model)
+        check_floats("x", x, "batch", "length", d_model)
         if params["w1"].shape != (d_model, self.d_ff):
             raise ValueError(
                 f"params['w1'] has shape {params['w1'].shape}: expected [d_model, d_ff], "

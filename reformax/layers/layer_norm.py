@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.declared import NonNegative, SettingError, check
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.normalization import length_normalize
 
 # The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
@@ -50,6 +51,7 @@ class LayerNorm(Layer):
         return self._epsilon
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         return {"scale": jnp.ones(shape[-1:]), "bias": jnp.zeros(shape[-1:])}
 
     @staticmethod
@@ -58,6 +60,7 @@ class LayerNorm(Layer):
         return params
 
     def apply(self, params, x: Float[Array, "*d D"], rng=None) -> Float[Array, "*d D"]:
+        check_floats("x", x)
         return self.of_sum(params, x, None, self._dtype or x.dtype)[0]
 
     def of_sum(
@@ -115,6 +118,7 @@ class RMSNorm(LayerNorm):
     """
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         return {"scale": jnp.ones(shape[-1:])}
 
 

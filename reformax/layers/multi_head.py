@@ -24,12 +24,19 @@ from reformax.declared import (
     check_fields,
 )
 from reformax.layers import float8
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
-from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
+from reformax.layers.matrices import (
+    FOR_DECODING,
+    Unnormed,
+    affine,
+    products,
+    transposed_on_gpu,
+)
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_heads
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 
@@ -213,6 +220,7 @@ class MultiHead(Layer):
         return self.op.extra_projections(self._dims)
 
     def init_params(self, rng, shape, *shapes):
+        check_shape(shape)
         *_, length, d_model = shape
         rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
@@ -257,7 +265,7 @@ class MultiHead(Layer):
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_<name>`."""
         d_model = params["w_o"].shape[-1]
-        check_input(x, d_model)
+        check_floats("x", x, "batch", "length", d_model)
         weights = {name: params[f"w_{name}"] for name in names}
         for name, to in self.projections().items():
             shape = to.n_heads, d_model, to.size
@@ -336,6 +344,8 @@ class MultiHead(Layer):
         self, params, heads: Float[Array, "B T N V"], added: Float[Array, "B T D"] | None
     ) -> Float[Array, "B T D"]:
         """The output of a step, with the weights from `for_decoding`, added to a stream."""
+        if params["w_o"].ndim != 2:
+            raise ValueError(f"params are those of `apply`: {FOR_DECODING}")
         x, weights = heads.reshape(*heads.shape[:2], -1), (params["w_o"], params.get("b_o"))
         if not self.output_norm:
             return affine(x, *weights, added=added)[0]

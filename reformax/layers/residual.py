@@ -69,7 +69,7 @@ class ResidualStack(BlockStack):
         states: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The stream after the stack, and where there are states before a part, those after it."""
-        self._check_memory(memory)
+        self._check_inputs(params, (x,), segment_ids, memory, memory_segment_ids)
         if self.offload_activations:
             remat.check_offload()
         # Without a scan a layer leaves its last output for the next layer's norm to add.

@@ -24,6 +24,7 @@ from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 from reformax.ops.decoding.cache import take_rows, where_rows
 from reformax.ops.masking.masks import Tokens
+from reformax.ops.numerics.arrays import check_lengths
 
 
 class LMState(NamedTuple):
@@ -224,11 +225,12 @@ class LanguageModel(Backbone):
 
         Raises:
           ValueError: the capacity leaves no room after the prompts or is above that of the
-            positions, the model is not built for evaluation, tokens are no integers `[B, T]`, or
-            weights are of other sizes.
+            positions, the model is not built for evaluation, tokens are no integers `[B, T]`,
+            lengths no integers `[B]` up to T, or weights are of other sizes.
           NotImplementedError: an attention algorithm cannot decode.
         """
         check_tokens("tokens", tokens)
+        check_lengths("lengths", lengths, *tokens.shape)
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         if state is not None:
             return self._read_on(params, tokens, lengths, state)

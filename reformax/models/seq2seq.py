@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
+from reformax.layers.base import check_shape
 from reformax.layers.dropout import dropout
 from reformax.models.arguments import check_capacity, check_embedding, check_tokens
 from reformax.models.base import AttentionType, Model, PosType, Residual, Reversible
@@ -113,6 +114,8 @@ class EncoderDecoder(Model):
         return self.input_vocab_size
 
     def init_params(self, rng, shape, *shapes):
+        for each in (shape, *shapes):
+            check_shape(each)
         rngs = jax.random.split(rng, 6)
         params = {"embedding": self._embedding(rngs[0], self.vocab_size)}
         if self.output_vocab_size is not None:
