@@ -256,16 +256,12 @@ def _within(
 ) -> Float[Array, "B T N V"]:
     """`out` of rows with so many tokens; NaN of those above the capacity, where it is traced."""
     has_room = n_read <= capacity
-    if _is_known(has_room) and not np.all(has_room):
+    if not isinstance(has_room, jax.core.Tracer) and not np.all(has_room):
         raise ValueError(
             f"inputs_q is token {int(np.max(n_read))} of a row: expected at most "
             f"max_decode_length, {capacity}"
         )
     return jnp.where(has_room[:, None, None, None], out, jnp.nan)
-
-
-def _is_known(x: Array) -> bool:
-    return not isinstance(x, jax.core.Tracer)
 
 
 def _fits(lengths: Int[Array, " B"], n_tokens: int) -> Bool[Array, " B"]:

@@ -86,7 +86,10 @@ def rate_in(mode: str, rate: float) -> float:
 
 
 class Dropout(Layer):
-    """`dropout` in training, the identity at evaluation. Takes and returns any shape."""
+    """`dropout` in training, the identity at evaluation (Srivastava et al. 2014, sec. 4).
+
+    Takes and returns any shape.
+    """
 
     def __init__(
         self,
@@ -109,5 +112,7 @@ class Dropout(Layer):
     def drops(self) -> bool:
         return rate_in(self._mode, self._rate) > 0.0
 
-    def apply(self, params, x, rng=None):
+    def apply(
+        self, params, x: Float[Array, "*d"], rng: PRNGKeyArray | None = None
+    ) -> Float[Array, "*d"]:
         return dropout(x, rate_in(self._mode, self._rate), rng, self._shared_axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,10 @@ class FeedForward(Layer):
       output_norm: the norm of the output, which precedes its dropout, as of Gemma 2; None: none.
         Its weights are `output_norm`.
       norm_epsilon: added to the mean square in it.
+
+    Raises:
+      SettingError: an argument of another type or out of range, or an `impl` that computes no such
+        layer.
     """
 
     d_ff: Size
@@ -150,7 +154,7 @@ class FeedForward(Layer):
             params[float8.HISTORY] = seen
         return params
 
-    def cast(self, params, dtype: str):
+    def cast(self, params, dtype: str) -> dict[str, Any]:
         """The weights, those of the products in `dtype`, as `apply_chunk` needs them.
 
         FP8 products round the weights themselves.
@@ -159,7 +163,7 @@ class FeedForward(Layer):
             return params
         return {name: w.astype(dtype) if name.startswith("w") else w for name, w in params.items()}
 
-    def for_decoding(self, params, dtype: str):
+    def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`, in `dtype`, matrices `transposed_on_gpu`.
 
         With `gated`, `w1` and `b1` have those of the third product after them.

@@ -25,8 +25,8 @@ LEAST_ROWS, MOST = 4096, 2**31
 class LayerNorm(Layer):
     """`(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last axis, `[..., D]`.
 
-    Mean and variance are float32 for any input dtype, so that bfloat16 sublayers can read a float32
-    stream. Weights: `scale` and `bias`, `[D]`.
+    Ba et al. 2016, "Layer Normalization", sec. 3. Mean and variance are float32 for any input
+    dtype, so that bfloat16 sublayers can read a float32 stream. Weights: `scale` and `bias`, `[D]`.
     """
 
     def __init__(self, epsilon: float = 1e-6, dtype: str | None = None, impl: str = "auto"):
@@ -35,6 +35,9 @@ class LayerNorm(Layer):
         dtype: of the output, such as "bfloat16"; None: that of the input.
         impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later. "auto"
           takes the kernel on one such GPU for many rows, and for a single one.
+
+        Raises:
+          SettingError: an epsilon below 0, a dtype that is not of floats, or an unknown `impl`.
         """
         super().__init__()
         check("epsilon", epsilon, NonNegative)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import (
     Bounds,
@@ -131,6 +131,10 @@ class MultiHead(Layer):
         a feature; None: no gate.
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
+
+    Raises:
+      SettingError: an argument of another type or out of range, or two scales.
+      Unsupported: fewer heads, a rate or a scale that the algorithm does not have.
     """
 
     op: Op
@@ -380,6 +384,6 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
     return (heads.astype(dtype) * jax.nn.sigmoid(gate.astype(dtype))).astype(heads.dtype)
 
 
-def fold_in(rng, number: int):
+def fold_in(rng: PRNGKeyArray | None, number: int) -> PRNGKeyArray | None:
     """The rng of a layer's part; None where the layer has none."""
     return None if rng is None else jax.random.fold_in(rng, number)

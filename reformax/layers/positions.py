@@ -40,6 +40,9 @@ class AxialPositionalEncoding(Layer):
         shape: the grid; its product is the largest length.
         d_embs: the features of each axis; they add up to D.
         init_std: the standard deviation of fresh embeddings.
+
+        Raises:
+          SettingError: not as many sizes of features as axes.
         """
         super().__init__()
         if not shape or len(shape) != len(d_embs):

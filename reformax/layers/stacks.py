@@ -94,6 +94,11 @@ class BlockStack(StackDecoding, Layer):
       scan_layers: whether the layers compile as a loop over the cycle. Then the depth does not
         change compile time. Written out, layers run faster on a GPU, because nothing is copied to
         and from arrays of all layers.
+
+    Raises:
+      SettingError: what is no block, a depth that the cycle does not divide, or an algorithm that
+        reuses a choice which no block before it makes.
+      ValueError: some blocks have cross-attention and some have none.
     """
 
     blocks: Sequence[TransformerBlock]
@@ -251,7 +256,7 @@ class BlockStack(StackDecoding, Layer):
             if block.attention.op.chooses_keys
         }
 
-    def with_meters(self, params, meters: dict[str, Buffer]):
+    def with_meters(self, params, meters: dict[str, Buffer]) -> dict[str, Any]:
         """The weights with meters, whose gradient then is the kept mass of their layers."""
         metered = dict(params)
         for name, meter in meters.items():

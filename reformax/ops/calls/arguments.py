@@ -144,16 +144,6 @@ def _check_shapes(op, q, k, v) -> None:
         )
 
 
-def check_value_heads(op, given: str, n_values: int, n_qk: int) -> None:
-    """Raises `Unsupported` for values of more heads than queries and keys, where an op has none."""
-    if op.more_value_heads:
-        return
-    raise Unsupported(
-        f"{given} {n_values} heads and q has {n_qk}, but {op.name} makes its keys of the queries: "
-        "repeat the queries, or use an op whose more_value_heads is True, such as dense.dense()"
-    )
-
-
 def check_heads(op, **given: int | None) -> None:
     """Raises `SettingError` for fewer heads than a layer of an op can have.
 
