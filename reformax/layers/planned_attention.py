@@ -22,6 +22,12 @@ from reformax.ops.masking.masks import (
     tokens_of,
 )
 
+
+def read_by_op(params: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a layer that the call of its algorithm reads."""
+    return {name: params[name] for name in ("op", "position_bias") if name in params}
+
+
 KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 
 
@@ -103,8 +109,7 @@ class PlannedAttention(MultiHead):
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T N V"]:
         """Each head's attention by a plan."""
-        read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        rng = fold_in(rng, WEIGHTS)
+        read, rng = read_by_op(params), fold_in(rng, WEIGHTS)
         out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
         if KEPT_MASS not in params or run is remat.stored:
             return out
