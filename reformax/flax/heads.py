@@ -20,7 +20,7 @@ from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
-from reformax.ops.numerics.arrays import check_lengths
+from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -125,10 +125,13 @@ def source_of(
     """The array that keys and values are projected from.
 
     Raises:
+      ValueError: what is no array of floats, or another batch.
       NotImplementedError: the algorithm cannot attend to it, or positions are rotated.
     """
+    check_floats("inputs_q", inputs_q, "batch", "length", "features")
     if inputs_kv is None:
         return inputs_q
+    check_floats("inputs_kv", inputs_kv, len(inputs_q), "length", "features")
     if not op.cross:
         raise NotImplementedError(
             f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "

@@ -174,11 +174,17 @@ class EncoderDecoder(Model):
           rng: the source of hashes and of dropout.
 
         Raises:
-          ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
+          ValueError: tokens are no integers `[B, T]`, source and target have other numbers of rows,
+            or weights are of other sizes.
         """
         source, target, *segment_ids = inputs
         source_segment_ids, target_segment_ids = segment_ids or (None, None)
+        check_tokens("source", source, source_segment_ids)
         check_tokens("target", target, target_segment_ids)
+        if len(source) != len(target):
+            raise ValueError(
+                f"target has {len(target)} rows and source {len(source)}: expected as many"
+            )
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         encoder_rng, decoder_rng = _split(rng)
         memory = self.encode(params, source, source_segment_ids, encoder_rng)
