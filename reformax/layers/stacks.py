@@ -168,18 +168,19 @@ class BlockStack(StackDecoding, Layer):
         self, params, streams, segment_ids=None, memory=None, memory_segment_ids=None
     ) -> None:
         """Raises `ValueError` unless the stack's inputs fit its weights and one another."""
-        x, d_model = streams[0], params["block_0"]["attention"]["w_o"].shape[-1]
-        for i, stream in enumerate(streams):
-            axes = ("batch", "length") if i == 0 else x.shape[:2]
-            check_floats(f"stream {i + 1}" if i else "x", stream, *axes, d_model)
+        (x, *others), d_model = streams, params["block_0"]["attention"]["w_o"].shape[-1]
+        check_floats("x", x, "batch", "length", d_model)
+        for other in others:
+            check_floats("stream 2", other, *x.shape)
         check_mask("segment_ids", segment_ids, "x", x)
-        if (memory is not None) != self._cross:
-            has = "no block has cross_attention: leave it out"
-            has = "blocks have cross_attention: give the encoder's output" if self._cross else has
-            raise SettingError(f"memory is {'None' if memory is None else 'given'} and {has}")
-        if self._cross:
-            check_floats("memory", memory, len(x), "length", d_model)
-            check_mask("memory_segment_ids", memory_segment_ids, "memory", memory)
+        if self._cross and memory is None:
+            raise SettingError("memory is None and blocks have cross_attention: give a memory")
+        if memory is None:
+            return
+        if not self._cross:
+            raise SettingError("memory is given and no block has cross_attention: leave it out")
+        check_floats("memory", memory, len(x), "length", d_model)
+        check_mask("memory_segment_ids", memory_segment_ids, "memory", memory)
 
     def init_params(self, rng, shape, *shapes):
         check_shape(shape)
