@@ -250,9 +250,5 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
     }
     named = _with_whole_convs(renamed(kept, full, where))
     if spec.arguments["tie_embeddings"]:
-        copy, of = named.pop(HEAD, None), named.get(EMBEDDING)
-        if copy is not None and of is not None and not tables.equal(copy, of):
-            raise ValueError(
-                f"{where}: {HEAD} and {EMBEDDING} differ, and tie_word_embeddings is True"
-            )
+        tables.remove_copy(named, HEAD, EMBEDDING, where, "tie_word_embeddings is True")
     return named
