@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -182,7 +182,7 @@ class Attention(AttentionDecoding, PlannedAttention):
 
     def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
         """All projections, by the weights of training or those from `for_decoding`."""
-        is_merged = "w_in" in params
+        is_merged = isinstance(params, Mapping) and "w_in" in params
         project = self._project_merged if is_merged else self._project_heads
         return project(params, x, self.projections())
 
@@ -227,7 +227,7 @@ class Attention(AttentionDecoding, PlannedAttention):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` by the plan of another layer, or its own where that is None; and the plan."""
         tokens = tokens_of(mask)
-        check_floats("x", x, "batch", "length", params["w_o"].shape[-1])
+        check_floats("x", x, "batch", "length", "features")
         check_mask("mask", mask, "x", x)
         qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng) if plan is None else plan

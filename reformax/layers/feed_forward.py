@@ -15,7 +15,7 @@ from reformax import devices
 from reformax.buffers import in_parts
 from reformax.declared import Count, NonNegative, Positive, Rate, SettingError, Size, check_fields
 from reformax.layers import float8
-from reformax.layers.base import Layer, check_shape
+from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (
@@ -206,6 +206,8 @@ class FeedForward(Layer):
 
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
+        numbers = "123" if self.gated else "12"
+        check_weights(self, params, [x + i for x in ("w", *("b" * self.bias)) for i in numbers])
         d_model = params["w2"].shape[1]
         check_floats("x", x, "batch", "length", d_model)
         if params["w1"].shape != (d_model, self.d_ff):

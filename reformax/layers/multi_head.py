@@ -24,7 +24,7 @@ from reformax.declared import (
     check_fields,
 )
 from reformax.layers import float8
-from reformax.layers.base import Layer, check_shape
+from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (
@@ -268,10 +268,14 @@ class MultiHead(Layer):
         self, params, x: Float[Array, "B T D"], names: Iterable[str]
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_<name>`."""
+        projections = self.projections()
+        biases = [*projections] * self.bias + ["o"] * self.output_bias
+        wanted = *(f"w_{name}" for name in (*projections, "o")), *(f"b_{name}" for name in biases)
+        check_weights(self, params, wanted)
         d_model = params["w_o"].shape[-1]
         check_floats("x", x, "batch", "length", d_model)
         weights = {name: params[f"w_{name}"] for name in names}
-        for name, to in self.projections().items():
+        for name, to in projections.items():
             shape = to.n_heads, d_model, to.size
             if name in weights and weights[name].shape != shape:
                 raise ValueError(

@@ -126,6 +126,17 @@ def test_weights_of_another_depth_and_those_of_training_in_a_step():
     refused("params are those of `apply`: expected", four.step, params, (X,), (), position)
 
 
+def test_weights_that_would_not_be_read_and_those_that_are_missing():
+    """Without this check the output would be that of other weights."""
+    attention, gated = LAYERS["Attention"], layers.FeedForward(16, gated=True)
+    biased = layers.Attention(dense.dense(), bias=True, **SIZES)
+    of = {layer: layer.init_params(RNG, X.shape) for layer in (attention, biased, gated)}
+    refused("params has b_k: expected w_k, w_o, w_q, w_v of", attention.apply, of[biased], X)
+    refused("params has no b_k: expected b_k, b_q, b_v, w_k", biased.apply, of[attention], X)
+    refused("params has b3: expected b1, b2, w1, w2 of", LAYERS["FeedForward"].apply, of[gated], X)
+    refused("params is None: expected a dict, as of init_p", attention.apply, None, X)
+
+
 @pytest.mark.parametrize("blocks", [block(), [block().attention], [block()[::-1][1:]]])
 def test_what_is_no_block(blocks):
     refused("blocks has ", layers.ResidualStack, blocks, 1)
