@@ -17,13 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from reformax import ops
 from reformax.declared import SettingError, Unsupported, check, shown
 from reformax.ops.base import AttentionOp
+from reformax.ops.calls.arguments import check_flag
 from reformax.ops.calls.dims import Dims
-from reformax.ops.masking.given_masks import is_one_sequence
+from reformax.ops.masking.given_masks import is_one_sequence, shape_of_pairs
+from reformax.ops.masking.masks import tokens_before
+from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.precision import accum_dtype
 
 __all__ = ["dot_product_attention", "op_of"]
@@ -109,7 +112,8 @@ def dot_product_attention(
         )
     q, k, v = _checked(query, key, value)
     _check_causal(op, is_causal)
-    mask, bias = (None if x is None else _four_axes(x) for x in (mask, bias))
+    shape = shape_of_pairs(q, k, v)
+    mask, bias = (_four_axes(name, x, shape) for name, x in (("mask", mask), ("bias", bias)))
     mask = _with_lengths(mask, key_value_seq_lengths, "key_value_seq_lengths", len(q), k.shape[1])
     op, is_causal, mask = _in_window(op, local_window_size, is_causal, bias, mask, q, k)
     one_sequence = is_one_sequence(op, is_causal, q.shape[1], k.shape[1])
@@ -198,8 +202,7 @@ def _checked(query, key, value) -> tuple[Array, Array, Array]:
                 f"{name} has shape {x.shape}: expected [batch, length, heads, size] of all three, "
                 "or [length, heads, size]"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}: expected floats, as x.astype(float)")
+        check_floats(name, x)
     of_q, of_k, of_v = shapes.values()
     if of_k[:-3] != of_q[:-3] or of_k[-1] != of_q[-1] or of_q[-2] % of_k[-2]:
         raise ValueError(
@@ -212,31 +215,31 @@ def _checked(query, key, value) -> tuple[Array, Array, Array]:
 
 
 def _check_causal(op: AttentionOp, is_causal: bool) -> None:
+    check_flag("is_causal", is_causal)
     if is_causal and op.causality == "never":
         raise Unsupported(f"is_causal is True: {op.name} cannot hide the future, use 'flash'")
     if not is_causal and op.causality == "only":
         raise Unsupported(f"is_causal is False: {op} is causal only, set is_causal=True")
 
 
-def _four_axes(x: ArrayLike) -> Array:
+def _four_axes(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> Array | None:
+    """A mask or a bias with the four axes of pairs."""
+    if x is None:
+        return None
     x = jnp.asarray(x)
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def checked_lengths(lengths: ArrayLike, name: str, n_rows: int) -> Int[Array, " B"]:
-    """The lengths of rows, of the argument `name`; `ValueError` for other shapes and dtypes."""
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (n_rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+    if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape[::-1], full[::-1], strict=False)):
         raise ValueError(
-            f"{name} has shape {lengths.shape} and dtype {lengths.dtype}: expected integers, "
-            f"[batch], ({n_rows},)"
+            f"{name} has shape {x.shape}: expected axes that broadcast to [batch, heads, queries, "
+            f"keys], {full}; a mask of keys is [batch, 1, 1, keys]"
         )
-    return lengths
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def _is_token(lengths: ArrayLike, name: str, n_rows: int, size: int) -> Bool[Array, "B size"]:
     """Which positions are before the end of their row."""
-    return jnp.arange(size)[None] < checked_lengths(lengths, name, n_rows)[:, None]
+    lengths = jnp.asarray(lengths)
+    check_lengths(name, lengths, n_rows, size)
+    return tokens_before(lengths, size)
 
 
 def _with_lengths(mask, lengths, name: str, n_rows: int, size: int) -> Array | None:

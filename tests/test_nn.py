@@ -244,7 +244,27 @@ REFUSED = {
     "causal": (dict(implementation="nystromformer", is_causal=True), "is_causal is True: nystrom"),
     "lengths": (
         dict(implementation="flash", key_value_seq_lengths=jnp.array([3])),
-        r"key_value_seq_lengths has shape \(1,\) and dtype int32: expected integers, \[batch\]",
+        r"key_value_seq_lengths has shape \(1,\) and dtype int32: expected integers \[batch\]",
+    ),
+    "lengths beyond the keys": (
+        dict(implementation="flash", key_value_seq_lengths=jnp.array([3, T + 1])),
+        f"key_value_seq_lengths has 3 to {T + 1}: expected 0 to {T}",
+    ),
+    "lengths below 0": (
+        dict(implementation="lsh", query_seq_lengths=jnp.array([3, -1])),
+        "query_seq_lengths has -1 to 3: expected 0 to",
+    ),
+    "a mask of keys without axes": (
+        dict(implementation="lsh", mask=TOKENS),
+        r"mask has shape \(2, .*\): expected .*; a mask of keys is \[batch, 1, 1, keys\]",
+    ),
+    "a bias of five axes": (
+        dict(implementation="flash", bias=BIAS[None]),
+        r"bias has shape \(1, 1, .*\): expected axes",
+    ),
+    "a number as a flag": (
+        dict(implementation="lsh", is_causal=1),
+        "is_causal is 1: expected True",
     ),
     "float lengths": (
         dict(implementation="flash", query_seq_lengths=jnp.array([3.0, 4.0])),
@@ -261,6 +281,12 @@ def test_what_an_algorithm_cannot_do_is_refused_in_one_line(name):
     with pytest.raises((SettingError, NotImplementedError, ValueError), match=message) as found:
         dot_product_attention(*inputs(), **call)
     assert "\n" not in str(found.value)
+
+
+def test_a_traced_flag_is_refused():
+    call = functools.partial(dot_product_attention, *inputs(), implementation="lsh")
+    with pytest.raises(ValueError, match="^is_causal is .*Tracer.*: expected True or False"):
+        jax.jit(lambda causal: call(is_causal=causal))(True)
 
 
 def test_shapes_that_do_not_fit_are_refused_by_the_argument_s_name():

@@ -180,9 +180,7 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     )
     for copy, of in copies:
-        array = named.pop(copy, None)
-        if array is not None and not tables.equal(array, named.setdefault(of, array)):
-            raise ValueError(f"{where}: {copy} and {of} differ, and BERT's are one")
+        tables.remove_copy(named, copy, of, where, "BERT's are one")
     types, positions = named.pop(_TYPES, None), named.get(_POSITIONS)
     if types is None or positions is None or len(types.shape) != 2 or len(positions.shape) != 2:
         raise ValueError(f"{where} is of another model: expected {_TYPES} and {_POSITIONS}")

@@ -263,9 +263,9 @@ def config_of(family: Family, spec: Spec, like: Mapping[str, Any]) -> dict[str, 
     """
     known = {family.model_type, family.within}
     like = text_of(family, like) if like.get("model_type") in known else {}
-    own = {"model_type": family.model_type, "architectures": [family.architecture]}
+    names = {"model_type": family.model_type, "architectures": [family.architecture]}
     if like and not differences(spec, spec_of(family, like)[0]):
-        return {name: x for name, x in like.items() if name != "auto_map"} | own  # names code
+        return {name: x for name, x in like.items() if name != "auto_map"} | names  # names code
     config = _written(family, decoder_of(spec)) | {k: like[k] for k in _KEPT if k in like}
     config |= {"bos_token_id": spec.arguments["first_token"]}
     try:

@@ -130,8 +130,8 @@ def _olmo_hybrid_design(get: Get) -> dict[str, Any]:
 def _olmo_hybrid_fields(decoder) -> dict[str, Any]:
     still = {"rope_theta": None, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}
     turns = decoder.recurrence.get("negative_eigenvalues", False)
-    own = {"linear_allow_neg_eigval": turns} | ({} if any(decoder.rotating) else still)
-    return _qwen3_5_fields(decoder) | own
+    fields = {"linear_allow_neg_eigval": turns} | ({} if any(decoder.rotating) else still)
+    return _qwen3_5_fields(decoder) | fields
 
 
 def _qwen3_5_fields(decoder) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _qwen3_5_fields(decoder) -> dict[str, Any]:
         "linear_value_head_dim": "recurrent_d_value",
     }
     found = decoder.recurrence
-    own = {theirs: found[ours] for theirs, ours in sizes.items() if found.get(ours)}
-    return {"layer_types": decoder.kinds, **own}
+    fields = {theirs: found[ours] for theirs, ours in sizes.items() if found.get(ours)}
+    return {"layer_types": decoder.kinds, **fields}
 
 
 _GEMMA = (

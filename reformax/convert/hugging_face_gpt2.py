@@ -21,7 +21,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor, equal, layer_norm, renamed
+from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -173,7 +173,6 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
         if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     named = renamed(kept, full, where)
-    copy, table = named.pop("lm_head.weight", None), named.get(f"{PREFIX}wte.weight")
-    if copy is not None and table is not None and not equal(copy, table):
-        raise ValueError(f"{where}: lm_head.weight and wte.weight differ, and GPT-2's are one")
+    of = f"{PREFIX}wte.weight"
+    tables.remove_copy(named, "lm_head.weight", of, where, "GPT-2's are one")
     return named

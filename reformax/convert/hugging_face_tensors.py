@@ -135,7 +135,7 @@ def _feed_forward(spec: Spec, fused: bool) -> Iterator[Tensor]:
 def _recurrence(family: Family, spec: Spec, op: Op) -> Iterator[Tensor]:
     """The gated delta rule; a head's decay is written with the other sign."""
     d, (n, n_qk, h, v) = spec.arguments["d_model"], recurrent_sizes(spec).values()
-    name, path, own = "linear_attn", "attention", ("attention", "op")
+    name, path, of_op = "linear_attn", "attention", ("attention", "op")
     parts = {"q": (n_qk, h), "k": (n_qk, h), "v": (n, v)}
     qkv = [
         tables.to_heads(f"{name}.{x}_proj.weight", (path, f"w_{x}"), *shape, d)
@@ -144,15 +144,15 @@ def _recurrence(family: Family, spec: Spec, op: Op) -> Iterator[Tensor]:
     yield from qkv if family.separate else tables.joined(f"{name}.in_proj_qkv.weight", qkv)
     theirs = _SEPARATE if family.separate else _JOINED
     size = op.option("conv_size")
-    convs = [_conv((*own, f"conv_{x}"), *shape, size) for x, shape in parts.items()]
+    convs = [_conv((*of_op, f"conv_{x}"), *shape, size) for x, shape in parts.items()]
     yield from tables.joined(f"{name}.conv1d.weight", convs)
     yield tables.to_heads(f"{name}.{theirs.gate}.weight", (path, "w_output_gate"), n, v, d)
     yield tables.to_heads(f"{name}.{theirs.beta}.weight", (path, "w_beta"), n, 1, d)
     keep = tables.to_heads(f"{name}.{theirs.keep}.weight", (path, "w_keep"), n, 1, d)
     yield keep._replace(read=lambda w: -keep.read(w), write=lambda w: -keep.write(w))
-    yield Tensor(f"{name}.A_log", (*own, "rate"), (n,))
-    yield Tensor(f"{name}.dt_bias", (*own, "bias"), (n,))
-    scale = Tensor(f"{name}.{theirs.norm}.weight", (*own, "scale"), (v,))
+    yield Tensor(f"{name}.A_log", (*of_op, "rate"), (n,))
+    yield Tensor(f"{name}.dt_bias", (*of_op, "bias"), (n,))
+    scale = Tensor(f"{name}.{theirs.norm}.weight", (*of_op, "scale"), (v,))
     # `prepared` has made the heads' scales equal.
     yield scale._replace(read=lambda w: np.broadcast_to(w, (n, v)), write=lambda w: w[0])
     yield tables.from_heads(f"{name}.{theirs.output}.weight", (path, "w_o"), n, v, d)
@@ -205,9 +205,9 @@ def _shared_scales(spec: Spec, params: Any) -> Any:
         scale = np.asarray(attention["op"]["scale"])  # [repeats, N, V]
         if (scale == scale[:, :1]).all():
             continue
-        own = attention["op"] | {"scale": np.ones_like(scale)}
+        weights = attention["op"] | {"scale": np.ones_like(scale)}
         w_o = np.asarray(attention["w_o"]) * scale[..., None]
-        stack[name] = stack[name] | {"attention": attention | {"op": own, "w_o": w_o}}
+        stack[name] = stack[name] | {"attention": attention | {"op": weights, "w_o": w_o}}
     return params | {"stack": stack}
 
 
@@ -250,9 +250,5 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
     }
     named = _with_whole_convs(renamed(kept, full, where))
     if spec.arguments["tie_embeddings"]:
-        copy, of = named.pop(HEAD, None), named.get(EMBEDDING)
-        if copy is not None and of is not None and not tables.equal(copy, of):
-            raise ValueError(
-                f"{where}: {HEAD} and {EMBEDDING} differ, and tie_word_embeddings is True"
-            )
+        tables.remove_copy(named, HEAD, EMBEDDING, where, "tie_word_embeddings is True")
     return named

@@ -169,10 +169,10 @@ def replaced(spec: Spec, params: Any, op: Op, layers: Sequence[int]) -> tuple[Sp
     if any(x.name in _DRAWN for x in (op, *(old_ops[layer] for layer in layers))):
         for layer, drawn in _drawn(new, layers).items():
             attention = by_layer[layer]["attention"]
-            own = drawn  # `()` where the algorithm has no weights
+            weights = drawn  # `()` where the algorithm has no weights
             if isinstance(drawn, dict) and isinstance(attention["op"], dict):
-                own = drawn | {name: x for name, x in attention["op"].items() if name in drawn}
-            by_layer[layer] = {**by_layer[layer], "attention": {**attention, "op": own}}
+                weights = drawn | {name: x for name, x in attention["op"].items() if name in drawn}
+            by_layer[layer] = {**by_layer[layer], "attention": {**attention, "op": weights}}
     stack = {
         f"block_{i}": jax.tree.map(lambda *x: jnp.stack(x), *by_layer[i::period])
         for i in range(period)
@@ -237,9 +237,9 @@ def _check_weights(spec: Spec, params: Any, op: Op) -> None:
     """Raises `SettingError` unless the weights are all that the model has."""
     there, wanted = named(params).keys(), named(spec.shapes()).keys()
     if other := sorted(there ^ wanted):
-        own = "has weights of its own" if other[0] in wanted else "lacks weights of the model"
+        why = "has weights of its own" if other[0] in wanted else "lacks weights of the model"
         raise SettingError(
-            f"--attention={op.name} {own}, such as {other[0]}: take asymmetric_lsh or moba"
+            f"--attention={op.name} {why}, such as {other[0]}: take asymmetric_lsh or moba"
         )
 
 

@@ -132,8 +132,8 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None 
     n_ids, model = spec.arguments["vocab_size"], spec.gin()
     n_of_text, offset = n_pieces or n_ids, n_ids - 256
     if n_of_text == n_ids:
-        own = f"{spec.module}.{spec.model}.vocab_size = "
-        model = model.replace(f"{own}{n_ids}\n", f"{own}%vocab_size\n")
+        setting = f"{spec.module}.{spec.model}.vocab_size = "
+        model = model.replace(f"{setting}{n_ids}\n", f"{setting}%vocab_size\n")
     lines = [
         f"# {note}",
         "#",

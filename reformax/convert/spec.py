@@ -192,12 +192,12 @@ class Spec(NamedTuple):
         scoped = any(options != found[0] for found in alike.values() for options in found)
         used = dict.fromkeys(op.name for op in self.attention)
         lines = [f"from reformax.ops import {name}" for name in sorted(used)]
-        own = {
+        choices = {
             name: value
             for name, value in vars(self.design).items()
             if name not in SHORTHANDS and value != getattr(designs.Design(), name)
         }
-        if own:
+        if choices:
             lines = ["from reformax.models import designs", *lines]
         lines = [f"from reformax.models import {self.module}", *lines, ""]
         cycle, settings, imports = [], {}, set()
@@ -210,9 +210,9 @@ class Spec(NamedTuple):
         prefix = f"{self.module}.{self.model}"
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
         settings |= {f"{prefix}.{name}": repr(value) for name, value in self.arguments.items()}
-        if own:
+        if choices:
             lines.append(f"{prefix}.design = @designs.Design()")
-            settings |= {f"designs.Design.{name}": repr(value) for name, value in own.items()}
+            settings |= {f"designs.Design.{name}": repr(value) for name, value in choices.items()}
         lines += [f"{name} = {value}" for name, value in settings.items()]
         return "\n".join([*sorted(imports), *lines]) + "\n"
 
@@ -294,8 +294,8 @@ def _settings(name: str, value: Any, scope: str, imports: set[str]) -> dict[str,
     call = f"{scope}{module}.{type(value).__name__}"
     found = {name: f"@{call}()"}
     for field in dataclasses.fields(value):
-        if (own := getattr(value, field.name)) != field.default:
-            found |= _settings(f"{call}.{field.name}", own, scope, imports)
+        if (given := getattr(value, field.name)) != field.default:
+            found |= _settings(f"{call}.{field.name}", given, scope, imports)
     return found
 
 

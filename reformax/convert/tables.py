@@ -232,9 +232,25 @@ def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def equal(x: Any, other: Any) -> bool:
-    """Whether two tensors are the same numbers."""
-    return tuple(x.shape) == tuple(other.shape) and np.array_equal(np.asarray(x), np.asarray(other))
+def remove_copy(tensors: dict[str, Any], copy: str, of: str, where: str, why: str) -> None:
+    """Removes a tensor that a model keeps twice; a file may have it by either name.
+
+    Args:
+      tensors: by their names.
+      copy, of: the name to remove, and the one to keep.
+      where: the file's name in an error.
+      why: why the two are one, in words.
+
+    Raises:
+      ValueError: the two differ.
+    """
+    found = tensors.pop(copy, None)
+    if found is None:
+        return
+    kept = tensors.setdefault(of, found)
+    same = tuple(found.shape) == tuple(kept.shape)
+    if not same or not np.array_equal(np.asarray(found), np.asarray(kept)):
+        raise ValueError(f"{where}: {copy} and {of} differ, and {why}")
 
 
 def renamed(

@@ -16,11 +16,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from reformax.buffers import Buffer
 from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
 from reformax.flax import nan_unless_mask, seen
-from reformax.nn import checked_lengths
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
@@ -125,10 +125,13 @@ def source_of(
     """The array that keys and values are projected from.
 
     Raises:
+      ValueError: what is no array of floats, or another batch.
       NotImplementedError: the algorithm cannot attend to it, or positions are rotated.
     """
+    check_floats("inputs_q", inputs_q, "batch", "length", "features")
     if inputs_kv is None:
         return inputs_q
+    check_floats("inputs_kv", inputs_kv, len(inputs_q), "length", "features")
     if not op.cross:
         raise NotImplementedError(
             f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "
@@ -256,16 +259,12 @@ def _within(
 ) -> Float[Array, "B T N V"]:
     """`out` of rows with so many tokens; NaN of those above the capacity, where it is traced."""
     has_room = n_read <= capacity
-    if _is_known(has_room) and not np.all(has_room):
+    if not isinstance(has_room, jax.core.Tracer) and not np.all(has_room):
         raise ValueError(
             f"inputs_q is token {int(np.max(n_read))} of a row: expected at most "
             f"max_decode_length, {capacity}"
         )
     return jnp.where(has_room[:, None, None, None], out, jnp.nan)
-
-
-def _is_known(x: Array) -> bool:
-    return not isinstance(x, jax.core.Tracer)
 
 
 def _fits(lengths: Int[Array, " B"], n_tokens: int) -> Bool[Array, " B"]:
@@ -276,15 +275,8 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
     """The lengths of a prompt's rows, whose numbers are checked where they are known."""
     if lengths is None:
         return jnp.full(n_rows, n_tokens)
-    lengths = checked_lengths(lengths, "lengths", n_rows)
-    if not _is_known(lengths):
-        return lengths
-    known = np.asarray(lengths)  # within jit, operations on arrays of JAX are traced
-    if not np.all(_fits(known, n_tokens)):
-        raise ValueError(
-            f"lengths has {int(known.min())} to {int(known.max())}: expected 1 to {n_tokens}, "
-            "the tokens of inputs_q"
-        )
+    lengths = jnp.asarray(lengths)
+    check_lengths("lengths", lengths, n_rows, n_tokens, least=1)
     return lengths
 
 

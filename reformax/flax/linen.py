@@ -101,11 +101,11 @@ class Attention(nn.Module):
           SettingError: a mask of other numbers than 0 and 1.
           NotImplementedError: the algorithm cannot honour the mask, attend across, or decode.
         """
+        decodes = self.max_decode_length is not None and not self.is_initializing()
+        across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
         n_features = self.qkv_features or inputs_q.shape[-1]
         fewer = self.num_kv_heads, self.num_qk_heads
         sizes = sizes_of(self.op, self.num_heads, n_features, *fewer, inputs_q.shape[1])
-        decodes = self.max_decode_length is not None and not self.is_initializing()
-        across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
         options = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
         projections = projections_of(self.op, sizes)
         projected = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Size, Unsupported
@@ -22,7 +22,9 @@ from reformax.layers.multi_head import (
 )
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
-from reformax.ops.masking.masks import int32_ids, tokens_of
+from reformax.ops.calls.arguments import check_mask
+from reformax.ops.masking.masks import Ids, Tokens, int32_ids, tokens_of
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.recurrence import short_convolution
 
@@ -180,7 +182,7 @@ class Attention(AttentionDecoding, PlannedAttention):
 
     def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
         """All projections, by the weights of training or those from `for_decoding`."""
-        is_merged = "w_in" in params
+        is_merged = isinstance(params, Mapping) and "w_in" in params
         project = self._project_merged if is_merged else self._project_heads
         return project(params, x, self.projections())
 
@@ -208,17 +210,25 @@ class Attention(AttentionDecoding, PlannedAttention):
         self,
         params,
         x: Float[Array, "B T D"],
-        mask: Int[Array, "B T"] | None = None,
-        rng=None,
+        mask: Ids | Tokens | None = None,
+        rng: PRNGKeyArray | None = None,
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
         return self.apply_by(params, x, None, mask, rng, run)[0]
 
     def apply_by(
-        self, params, x, plan: Any = None, mask=None, rng=None, run: remat.Run = remat.direct
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        plan: Any = None,
+        mask: Ids | Tokens | None = None,
+        rng: PRNGKeyArray | None = None,
+        run: remat.Run = remat.direct,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` by the plan of another layer, or its own where that is None; and the plan."""
         tokens = tokens_of(mask)
+        check_floats("x", x, "batch", "length", "features")
+        check_mask("mask", mask, "x", x)
         qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng) if plan is None else plan
         return self.attend(params, qkv, plan, mask, rng, run), plan
@@ -238,7 +248,12 @@ class Attention(AttentionDecoding, PlannedAttention):
         return self.op.first_state(batch, self._dims, jnp.dtype(dtype))
 
     def apply_from(
-        self, params, x: Float[Array, "B T D"], state: Any, mask=None, rng=None
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        state: Any,
+        mask: Ids | Tokens | None = None,
+        rng: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """`apply` to a part of a sequence, and the state after it; see `AttentionOp.apply_from`.
 

@@ -13,6 +13,7 @@ from reformax.declared import Unsupported
 from reformax.layers import context
 from reformax.layers.matrices import Unnormed
 from reformax.layers.multi_head import PLAN, QKV, fold_in, gated
+from reformax.layers.planned_attention import read_by_op
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.recurrence import short_convolution
 
@@ -200,8 +201,8 @@ class AttentionDecoding:
             return self.op.read_on(params["op"], *qkv.arrays, cache, **options)
 
         rows = qkv.of_op, value, lengths, position, chosen
-        weights = {name: params[name] for name in ("op", "position_bias") if name in params}
-        out, of_op, choices = context.from_cache(read, self.op, rows, cache.op, weights)
+        given = self.op, rows, cache.op, read_by_op(params)
+        out, of_op, choices = context.from_cache(read, *given)
         cache = AttentionCache(of_op, last_keys, last_value)
         return self.combine(params, out, qkv.gate), cache, choices
 
@@ -257,8 +258,7 @@ class AttentionDecoding:
             return *self.op.step(params["op"], *qkv.arrays, cache, **options), ()
 
         rows = qkv.of_op, value, position, origins if self._beams_share_caches else None, chosen
-        read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        out, of_op, _ = context.from_cache(step, self.op, rows, cache.op, read)
+        out, of_op, _ = context.from_cache(step, self.op, rows, cache.op, read_by_op(params))
         cache = AttentionCache(of_op, last_keys, last_value)
         return self._output(params, gated(out, qkv.gate), added), cache
 

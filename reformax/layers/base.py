@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-from reformax.declared import SettingError
+from reformax.declared import SettingError, shown
 from reformax.layers._trax import HAS_TRAX, NotInstalled, tl
 from reformax.ops.base import AttentionOp
 
@@ -138,6 +139,28 @@ class Layer(_Base):
             if name != "name" and plain and value != parameter.default:
                 shown.append(f"{name}={value!r}")
         return f"{super().__repr__()}({', '.join(shown)})"
+
+
+def check_shape(shape: Any) -> None:
+    """Raises `ValueError` unless `shape` is that of an input, whose last axis has the features."""
+    sizes = shape if isinstance(shape, tuple | list) else ()
+    if not sizes or not all(isinstance(n, int | np.integer) and n > 0 for n in sizes):
+        raise ValueError(f"shape is {shown(shape)}: expected that of an input, such as x.shape")
+
+
+def check_weights(layer: Layer, params: Any, wanted: Iterable[str]) -> None:
+    """Raises `ValueError` unless these are the matrices and biases in `params`, all and no others.
+
+    Names of these, and of no other weights, begin with w or b.
+    """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params is {shown(params)}: expected a dict, as of init_params")
+    found, wanted = {name for name in params if name[0] in "wb"}, set(wanted)
+    if found != wanted:
+        name = min(found ^ wanted)
+        has = "no " if name in wanted else ""
+        names = ", ".join(sorted(wanted))
+        raise ValueError(f"params has {has}{name}: expected {names} of {layer}")
 
 
 # Trax gives a mode to each layer's constructor, and nothing to the model around it. Its models of

@@ -18,7 +18,9 @@ from reformax.layers.matrices import Unnormed, affine
 from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.ops.base import Dims
+from reformax.ops.calls.arguments import check_mask
 from reformax.ops.masking.masks import paired_segment_ids
+from reformax.ops.numerics.arrays import check_floats
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -57,9 +59,10 @@ class CrossAttention(PlannedAttention):
 
     def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
         """Queries of `x`, keys and values of the memory."""
-        memory = memory.astype(x.dtype)
         heads = self._project_heads(params, x, self._of_queries)
-        heads = self._normed(params, heads | self._project_heads(params, memory, "kv"))
+        check_floats("memory", memory, "batch", "length", x.shape[2])
+        of_memory = self._project_heads(params, memory.astype(x.dtype), "kv")
+        heads = self._normed(params, heads | of_memory)
         gate = heads.pop(ATTENTION_GATE, None)
         return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
 
@@ -78,8 +81,10 @@ class CrossAttention(PlannedAttention):
         rng=None,
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
-        segment_ids = paired_segment_ids((mask, x), (memory_mask, memory))
         qkv = self.project(params, x, memory)
+        check_mask("mask", mask, "x", x)
+        check_mask("memory_mask", memory_mask, "memory", memory)
+        segment_ids = paired_segment_ids((mask, x), (memory_mask, memory))
         plan = self.plan(params, qkv, segment_ids, rng)
         return self.attend(params, qkv, plan, segment_ids, rng, run)
 

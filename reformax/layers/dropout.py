@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Rate, check_all, hints_of
 from reformax.layers.base import Layer
+from reformax.ops.numerics.arrays import check_floats, check_key
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_bits, seed_words
 
@@ -37,11 +38,15 @@ def dropout(
         gets its part of the mask of the whole.
 
     Raises:
-      ValueError: an rng is needed and missing, or an axis that `x` does not have.
+      ValueError: `x` is no array of floats, an rng is needed and is no key, or an axis that `x`
+        does not have.
     """
     if rate == 0.0:
         return x
     check_rng(rng, rate)
+    check_floats("x", x)
+    if not x.ndim:
+        raise ValueError("x is a scalar: expected one axis at least")
     if any(not -x.ndim <= axis < x.ndim for axis in shared_axes):
         raise ValueError(f"shared_axes is {tuple(shared_axes)}: x has {x.ndim} axes")
     shared = {axis % x.ndim for axis in shared_axes}
@@ -71,6 +76,7 @@ def check_rng(rng: PRNGKeyArray | None, rate: float) -> PRNGKeyArray:
     """`rng`, or a `ValueError` where dropout needs one and it is None."""
     if rng is None:
         raise ValueError(f"rng is None: dropout of rate {rate} needs one, or mode='eval'")
+    check_key("rng", rng)
     return rng
 
 
@@ -80,7 +86,10 @@ def rate_in(mode: str, rate: float) -> float:
 
 
 class Dropout(Layer):
-    """`dropout` in training, the identity at evaluation. Takes and returns any shape."""
+    """`dropout` in training, the identity at evaluation (Srivastava et al. 2014, sec. 4).
+
+    Takes and returns any shape.
+    """
 
     def __init__(
         self,
@@ -103,5 +112,7 @@ class Dropout(Layer):
     def drops(self) -> bool:
         return rate_in(self._mode, self._rate) > 0.0
 
-    def apply(self, params, x, rng=None):
+    def apply(
+        self, params, x: Float[Array, "*d"], rng: PRNGKeyArray | None = None
+    ) -> Float[Array, "*d"]:
         return dropout(x, rate_in(self._mode, self._rate), rng, self._shared_axes)

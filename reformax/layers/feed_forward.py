@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,18 @@ from reformax import devices
 from reformax.buffers import in_parts
 from reformax.declared import Count, NonNegative, Positive, Rate, SettingError, Size, check_fields
 from reformax.layers import float8
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import (
     IN_KERNELS,
     Unnormed,
     affine,
-    check_input,
     products,
     transposed_on_gpu,
 )
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_words
 
@@ -90,6 +90,10 @@ class FeedForward(Layer):
       output_norm: the norm of the output, which precedes its dropout, as of Gemma 2; None: none.
         Its weights are `output_norm`.
       norm_epsilon: added to the mean square in it.
+
+    Raises:
+      SettingError: an argument of another type or out of range, or an `impl` that computes no such
+        layer.
     """
 
     d_ff: Size
@@ -133,6 +137,7 @@ class FeedForward(Layer):
         return rate_in(self.mode, max(self.dropout, self.hidden_dropout)) > 0.0
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)
         rngs = {"1": rng1, "2": rng2}
@@ -149,7 +154,7 @@ class FeedForward(Layer):
             params[float8.HISTORY] = seen
         return params
 
-    def cast(self, params, dtype: str):
+    def cast(self, params, dtype: str) -> dict[str, Any]:
         """The weights, those of the products in `dtype`, as `apply_chunk` needs them.
 
         FP8 products round the weights themselves.
@@ -158,7 +163,7 @@ class FeedForward(Layer):
             return params
         return {name: w.astype(dtype) if name.startswith("w") else w for name, w in params.items()}
 
-    def for_decoding(self, params, dtype: str):
+    def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`, in `dtype`, matrices `transposed_on_gpu`.
 
         With `gated`, `w1` and `b1` have those of the third product after them.
@@ -201,8 +206,10 @@ class FeedForward(Layer):
 
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
+        numbers = "123" if self.gated else "12"
+        check_weights(self, params, [x + i for x in ("w", *("b" * self.bias)) for i in numbers])
         d_model = params["w2"].shape[1]
-        check_input(x, d_model)
+        check_floats("x", x, "batch", "length", d_model)
         if params["w1"].shape != (d_model, self.d_ff):
             raise ValueError(
                 f"params['w1'] has shape {params['w1'].shape}: expected [d_model, d_ff], "

@@ -216,7 +216,7 @@ def products(
       NotImplementedError: a GPU that cannot multiply FP8 numbers.
     """
     check_device()
-    values = [None] * len(matrices) if seen is None else [own.value for own in seen]
+    values = [None] * len(matrices) if seen is None else [past.value for past in seen]
     return _products(x, tuple(matrices), tuple(values))
 
 
@@ -237,8 +237,8 @@ def _outputs(x, matrices, seen, with_gradient: bool):
     """The products, and their operands: `with_gradient` also as the backward pass reads them."""
     of_x = quantize(x, E4M3, rows_of(seen[0])[0], columns=with_gradient)
     weights = [
-        quantize(w, E4M3, rows_of(own)[1], rows=with_gradient, columns=True)
-        for w, own in zip(matrices, seen, strict=True)
+        quantize(w, E4M3, rows_of(past)[1], rows=with_gradient, columns=True)
+        for w, past in zip(matrices, seen, strict=True)
     ]
     outs = [
         contract(copy, w, x.dtype) for copy, w in zip(_apart(of_x, weights), weights, strict=True)
@@ -256,8 +256,8 @@ def _forward(x, matrices, seen):
 def _backward(residuals, d_outs):
     of_x, weights, like, seen = residuals
     gradients = [
-        quantize(d_out, E5M2, rows_of(own)[2], columns=True)
-        for d_out, own in zip(d_outs, seen, strict=True)
+        quantize(d_out, E5M2, rows_of(past)[2], columns=True)
+        for d_out, past in zip(d_outs, seen, strict=True)
     ]
     dtype = d_outs[0].dtype
     parts = [contract(d, w, dtype, of_rows=True) for d, w in zip(gradients, weights, strict=True)]
@@ -266,8 +266,8 @@ def _backward(residuals, d_outs):
         for copy, d, w in zip(_apart(of_x, weights), gradients, like, strict=True)
     ]
     changes = [
-        None if own is None else change(own, of_x, w, d)
-        for own, w, d in zip(seen, weights, gradients, strict=True)
+        None if past is None else change(past, of_x, w, d)
+        for past, w, d in zip(seen, weights, gradients, strict=True)
     ]
     # In this order XLA has each product add to the sum of those before.
     d_x = functools.reduce(lambda total, part: part + total, parts)

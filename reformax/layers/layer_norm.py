@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.declared import NonNegative, SettingError, check
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.normalization import length_normalize
 
 # The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
@@ -24,8 +25,8 @@ LEAST_ROWS, MOST = 4096, 2**31
 class LayerNorm(Layer):
     """`(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last axis, `[..., D]`.
 
-    Mean and variance are float32 for any input dtype, so that bfloat16 sublayers can read a float32
-    stream. Weights: `scale` and `bias`, `[D]`.
+    Ba et al. 2016, "Layer Normalization", sec. 3. Mean and variance are float32 for any input
+    dtype, so that bfloat16 sublayers can read a float32 stream. Weights: `scale` and `bias`, `[D]`.
     """
 
     def __init__(self, epsilon: float = 1e-6, dtype: str | None = None, impl: str = "auto"):
@@ -34,6 +35,9 @@ class LayerNorm(Layer):
         dtype: of the output, such as "bfloat16"; None: that of the input.
         impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later. "auto"
           takes the kernel on one such GPU for many rows, and for a single one.
+
+        Raises:
+          SettingError: an epsilon below 0, a dtype that is not of floats, or an unknown `impl`.
         """
         super().__init__()
         check("epsilon", epsilon, NonNegative)
@@ -50,6 +54,7 @@ class LayerNorm(Layer):
         return self._epsilon
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         return {"scale": jnp.ones(shape[-1:]), "bias": jnp.zeros(shape[-1:])}
 
     @staticmethod
@@ -58,6 +63,7 @@ class LayerNorm(Layer):
         return params
 
     def apply(self, params, x: Float[Array, "*d D"], rng=None) -> Float[Array, "*d D"]:
+        check_floats("x", x)
         return self.of_sum(params, x, None, self._dtype or x.dtype)[0]
 
     def of_sum(
@@ -115,6 +121,7 @@ class RMSNorm(LayerNorm):
     """
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         return {"scale": jnp.ones(shape[-1:])}
 
 

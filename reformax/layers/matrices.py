@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # The most numbers of a row that "auto" takes a kernel for: a program has the row and two of the
 # matrix on the chip.
 MOST = 4096
+# What a step's error says of the weights that `apply` reads.
+FOR_DECODING = "expected those of for_decoding(params)"
 
 
 def relu_squared(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
@@ -136,9 +138,3 @@ def affine(
 
     w = w if jax.default_backend() == "gpu" else w.T
     return devices.by_positions(of_rows, (rows, added), (w, b, norm))
-
-
-def check_input(x: Array, d_model: int) -> None:
-    """Raises `ValueError` unless `x` is `[B, T, d_model]`."""
-    if x.ndim != 3 or x.shape[2] != d_model:
-        raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import (
     Bounds,
@@ -24,12 +24,19 @@ from reformax.declared import (
     check_fields,
 )
 from reformax.layers import float8
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
-from reformax.layers.matrices import Unnormed, affine, check_input, products, transposed_on_gpu
+from reformax.layers.matrices import (
+    FOR_DECODING,
+    Unnormed,
+    affine,
+    products,
+    transposed_on_gpu,
+)
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_heads
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 
@@ -124,6 +131,10 @@ class MultiHead(Layer):
         a feature; None: no gate.
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
+
+    Raises:
+      SettingError: an argument of another type or out of range, or two scales.
+      Unsupported: fewer heads, a rate or a scale that the algorithm does not have.
     """
 
     op: Op
@@ -213,6 +224,7 @@ class MultiHead(Layer):
         return self.op.extra_projections(self._dims)
 
     def init_params(self, rng, shape, *shapes):
+        check_shape(shape)
         *_, length, d_model = shape
         rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
@@ -256,10 +268,14 @@ class MultiHead(Layer):
         self, params, x: Float[Array, "B T D"], names: Iterable[str]
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_<name>`."""
+        projections = self.projections()
+        biases = [*projections] * self.bias + ["o"] * self.output_bias
+        wanted = *(f"w_{name}" for name in (*projections, "o")), *(f"b_{name}" for name in biases)
+        check_weights(self, params, wanted)
         d_model = params["w_o"].shape[-1]
-        check_input(x, d_model)
+        check_floats("x", x, "batch", "length", d_model)
         weights = {name: params[f"w_{name}"] for name in names}
-        for name, to in self.projections().items():
+        for name, to in projections.items():
             shape = to.n_heads, d_model, to.size
             if name in weights and weights[name].shape != shape:
                 raise ValueError(
@@ -336,6 +352,8 @@ class MultiHead(Layer):
         self, params, heads: Float[Array, "B T N V"], added: Float[Array, "B T D"] | None
     ) -> Float[Array, "B T D"]:
         """The output of a step, with the weights from `for_decoding`, added to a stream."""
+        if params["w_o"].ndim != 2:
+            raise ValueError(f"params are those of `apply`: {FOR_DECODING}")
         x, weights = heads.reshape(*heads.shape[:2], -1), (params["w_o"], params.get("b_o"))
         if not self.output_norm:
             return affine(x, *weights, added=added)[0]
@@ -370,6 +388,6 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
     return (heads.astype(dtype) * jax.nn.sigmoid(gate.astype(dtype))).astype(heads.dtype)
 
 
-def fold_in(rng, number: int):
+def fold_in(rng: PRNGKeyArray | None, number: int) -> PRNGKeyArray | None:
     """The rng of a layer's part; None where the layer has none."""
     return None if rng is None else jax.random.fold_in(rng, number)

@@ -6,14 +6,27 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax import devices
 from reformax.buffers import updated
 from reformax.layers import context, remat
 from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead, fold_in
 from reformax.ops.calls.arguments import check_arguments
-from reformax.ops.masking.masks import int32_ids, row_lengths, says_one_segment, tokens_of
+from reformax.ops.masking.masks import (
+    SegmentIds,
+    Tokens,
+    int32_ids,
+    row_lengths,
+    says_one_segment,
+    tokens_of,
+)
+
+
+def read_by_op(params: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a layer that the call of its algorithm reads."""
+    return {name: params[name] for name in ("op", "position_bias") if name in params}
+
 
 KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 
@@ -27,7 +40,14 @@ class PlannedAttention(MultiHead):
     `for_decoding` and `step`, which project with merged weights.
     """
 
-    def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
+    def plan(
+        self,
+        params,
+        qkv: QKV,
+        segment_ids: SegmentIds | Tokens | None = None,
+        rng: PRNGKeyArray | None = None,
+        length: int | None = None,
+    ) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
@@ -67,18 +87,29 @@ class PlannedAttention(MultiHead):
         return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
 
     def attend(
-        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+        self,
+        params,
+        qkv: QKV,
+        plan: Any,
+        segment_ids: SegmentIds | Tokens | None = None,
+        rng: PRNGKeyArray | None = None,
+        run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection; `run` calls the algorithm."""
         heads = self.heads(params, qkv, plan, segment_ids, rng, run)
         return self.combine(params, heads, qkv.gate, rng)
 
     def heads(
-        self, params, qkv: QKV, plan, segment_ids=None, rng=None, run: remat.Run = remat.direct
+        self,
+        params,
+        qkv: QKV,
+        plan: Any,
+        segment_ids: SegmentIds | Tokens | None = None,
+        rng: PRNGKeyArray | None = None,
+        run: remat.Run = remat.direct,
     ) -> Float[Array, "B T N V"]:
         """Each head's attention by a plan."""
-        read = {name: params[name] for name in ("op", "position_bias") if name in params}
-        rng = fold_in(rng, WEIGHTS)
+        read, rng = read_by_op(params), fold_in(rng, WEIGHTS)
         out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
         if KEPT_MASS not in params or run is remat.stored:
             return out

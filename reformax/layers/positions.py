@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Positive, SettingError, Size, check_all, hints_of
-from reformax.layers.base import Layer
-from reformax.layers.matrices import check_input
+from reformax.layers.base import Layer, check_shape
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import angles_at
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
@@ -40,6 +40,9 @@ class AxialPositionalEncoding(Layer):
         shape: the grid; its product is the largest length.
         d_embs: the features of each axis; they add up to D.
         init_std: the standard deviation of fresh embeddings.
+
+        Raises:
+          SettingError: not as many sizes of features as axes.
         """
         super().__init__()
         if not shape or len(shape) != len(d_embs):
@@ -53,6 +56,7 @@ class AxialPositionalEncoding(Layer):
         self._init_std = init_std
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         if shape[-1] != sum(self._d_embs):
             raise SettingError(
                 f"d_embs {self._d_embs} add up to {sum(self._d_embs)}: expected {shape[-1]}"
@@ -72,13 +76,13 @@ class AxialPositionalEncoding(Layer):
         self, params, x: Float[Array, "B C D"], position: Int[Array, "B C"]
     ) -> Float[Array, "B C D"]:
         """The layer at any positions below the grid's size."""
-        check_input(x, sum(self._d_embs))
+        check_floats("x", x, "batch", "length", sum(self._d_embs))
         coordinates = jnp.unravel_index(position, self._shape)
         parts = [params[f"axis_{i}"][c] for i, c in enumerate(coordinates)]
         return x + jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        check_input(x, sum(self._d_embs))
+        check_floats("x", x, "batch", "length", sum(self._d_embs))
         length = x.shape[1]
         if length > self.max_length:
             raise SettingError(
@@ -115,10 +119,12 @@ class SinusoidalPositionalEncoding(Layer):
         self, params, x: Float[Array, "B C D"], position: Int[Array, "*B C"]
     ) -> Float[Array, "B C D"]:
         """The layer at any positions."""
+        check_floats("x", x, "batch", "length", "features")
         d_model = x.shape[-1]
         angle = angles_at(position, -(-d_model // 2))
         table = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[..., :d_model]
         return x + table.astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
+        check_floats("x", x, "batch", "length", "features")
         return self.apply_at(params, x, jnp.arange(x.shape[1])[None])

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError
 from reformax.layers import remat
 from reformax.layers.layer_norm import norm_places
 from reformax.layers.remat import RematPolicy
 from reformax.layers.stacks import BlockStack
+from reformax.ops.masking.masks import Ids, Tokens
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -48,7 +49,15 @@ class ResidualStack(BlockStack):
             )
         remat.check_policy(self.remat_policy, self.offload_activations)
 
-    def apply(self, params, x, segment_ids=None, memory=None, memory_segment_ids=None, rng=None):
+    def apply(
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        segment_ids: Ids | Tokens | None = None,
+        memory: Float[Array, "B S D"] | None = None,
+        memory_segment_ids: Int[Array, "B S"] | None = None,
+        rng: PRNGKeyArray | None = None,
+    ) -> Float[Array, "B T D"]:
         return self._run(params, x, segment_ids, memory, memory_segment_ids, rng)[0]
 
     def first_states(self, batch):
@@ -69,7 +78,7 @@ class ResidualStack(BlockStack):
         states: Any = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The stream after the stack, and where there are states before a part, those after it."""
-        self._check_memory(memory)
+        self._check_inputs(params, (x,), segment_ids, memory, memory_segment_ids)
         if self.offload_activations:
             remat.check_offload()
         # Without a scan a layer leaves its last output for the next layer's norm to add.

@@ -154,7 +154,7 @@ class ReversibleStack(BlockStack):
     def apply(self, params, *inputs, rng=None):
         if self.offload_activations:
             remat.check_offload()
-        streams, side = self._inputs(*inputs)
+        streams, side = self._inputs(params, *inputs)
         if self.remat_policy == "all":  # plain autodiff of the same function
             after, _ = self._forward(params, self._coupling.opened(streams), side, rng)
         else:
@@ -167,14 +167,19 @@ class ReversibleStack(BlockStack):
         On a grid they are rounded to it. This runs the backward pass itself, for measuring its
         drift.
         """
-        streams, side = self._inputs(*inputs)
+        streams, side = self._inputs(params, *inputs)
         _, residuals = _run_forward(self, params, streams, side, rng)
         return self._coupling.opened(streams), self._backward(residuals, residuals[1])[0]
 
-    def _inputs(self, *inputs) -> tuple[Streams, SideInputs]:
+    def _inputs(self, params, *inputs) -> tuple[Streams, SideInputs]:
         streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
+        if len(streams) < self.n_streams or len(others) > 3:
+            raise ValueError(
+                f"{len(inputs)} inputs are given: expected {self.n_streams} streams, and segments "
+                "or what else BlockStack reads"
+            )
         segment_ids, memory, memory_segment_ids = *others, *[None] * (3 - len(others))
-        self._check_memory(memory)
+        self._check_inputs(params, streams, segment_ids, memory, memory_segment_ids)
         seen = {"attention": segment_ids, "cross_attention": None}
         if self._cross:
             seen["cross_attention"] = paired_segment_ids(

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.layers.matrices import Unnormed, computed
+from reformax.layers.matrices import FOR_DECODING, Unnormed, computed
 
 
 class Repeat(NamedTuple):
@@ -203,6 +203,9 @@ class StackDecoding:
         `params` are the weights from `for_decoding`, `memory_kv` is from `prefill`; for `origins`
         see `Attention.step`.
         """
+
+        if isinstance(params, dict):
+            raise ValueError(f"params are those of `apply`: {FOR_DECODING}")
 
         def sublayers(repeat: Repeat, i: int, source):
             (attention, feed_forward, cross), chosen = self.blocks[i], None

@@ -19,14 +19,23 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.buffers import Buffer
-from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields
+from reformax.declared import (
+    Depth,
+    NonNegative,
+    SettingError,
+    Unsupported,
+    check_fields,
+    shown,
+)
 from reformax.layers.attention import Attention
-from reformax.layers.base import Layer
+from reformax.layers.base import Layer, check_shape
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import NORMS, LayerNorm, NoNorm, NormName, NormPlace, norm_places
 from reformax.layers.planned_attention import KEPT_MASS, PlannedAttention
 from reformax.layers.stack_decoding import Repeat, StackDecoding
+from reformax.ops.calls.arguments import check_mask
+from reformax.ops.numerics.arrays import check_floats
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
@@ -53,6 +62,16 @@ class TransformerBlock(NamedTuple):
         return {name: layer for name, layer in both.items() if layer is not None}
 
 
+def _checked_block(block: Any) -> TransformerBlock:
+    """A block, which may be given as a tuple; `SettingError` for what is none."""
+    kinds = Attention, FeedForward, CrossAttention | None
+    if isinstance(block, tuple) and len(block) in (2, 3) and all(map(isinstance, block, kinds)):
+        return TransformerBlock(*block)
+    raise SettingError(
+        f"blocks has {shown(block)}: expected a list of TransformerBlock(attention, feed_forward)"
+    )
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class BlockStack(StackDecoding, Layer):
     """The layers of `ResidualStack` and `ReversibleStack`: weights, rngs, the scan, decoding.
@@ -75,6 +94,11 @@ class BlockStack(StackDecoding, Layer):
       scan_layers: whether the layers compile as a loop over the cycle. Then the depth does not
         change compile time. Written out, layers run faster on a GPU, because nothing is copied to
         and from arrays of all layers.
+
+    Raises:
+      SettingError: what is no block, a depth that the cycle does not divide, or an algorithm that
+        reuses a choice which no block before it makes.
+      ValueError: some blocks have cross-attention and some have none.
     """
 
     blocks: Sequence[TransformerBlock]
@@ -91,7 +115,7 @@ class BlockStack(StackDecoding, Layer):
     post_norm = False  # an argument of `ResidualStack`
 
     def __post_init__(self):
-        self.blocks = tuple(TransformerBlock(*block) for block in self.blocks)
+        self.blocks = tuple(map(_checked_block, self.blocks))
         check_fields(self)
         if not self.blocks:
             raise SettingError("blocks is empty: give at least one")
@@ -140,11 +164,26 @@ class BlockStack(StackDecoding, Layer):
             )
         return before[-1]
 
-    def _check_memory(self, memory) -> None:
-        if memory is not None and not self._cross:
+    def _check_inputs(
+        self, params, streams, segment_ids=None, memory=None, memory_segment_ids=None
+    ) -> None:
+        """Raises `ValueError` unless the stack's inputs fit its weights and one another."""
+        (x, *others), d_model = streams, params["block_0"]["attention"]["w_o"].shape[-1]
+        check_floats("x", x, "batch", "length", d_model)
+        for other in others:
+            check_floats("stream 2", other, *x.shape)
+        check_mask("segment_ids", segment_ids, "x", x)
+        if self._cross and memory is None:
+            raise SettingError("memory is None and blocks have cross_attention: give a memory")
+        if memory is None:
+            return
+        if not self._cross:
             raise SettingError("memory is given and no block has cross_attention: leave it out")
+        check_floats("memory", memory, len(x), "length", d_model)
+        check_mask("memory_segment_ids", memory_segment_ids, "memory", memory)
 
     def init_params(self, rng, shape, *shapes):
+        check_shape(shape)
         params = {}
         places = norm_places(self.norm_place, len(self.blocks))
         for i, (block, place) in enumerate(zip(self.blocks, places, strict=True)):
@@ -175,7 +214,15 @@ class BlockStack(StackDecoding, Layer):
         """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle.
 
         Devices gather sharded weights of one repeat at a time.
+
+        Raises:
+          ValueError: `params` are of a stack of another depth.
         """
+        n_layers = {len(self.blocks) * len(x) for x in jax.tree.leaves(params)}
+        if n_layers != {self.n_layers}:
+            raise ValueError(
+                f"params are of {max(n_layers)} layers: expected those of n_layers={self.n_layers}"
+            )
         xs = (Repeat(jnp.arange(self._n_repeats), params), *extra)
         unroll = 1 if self.scan_layers else self._n_repeats
 
@@ -210,7 +257,7 @@ class BlockStack(StackDecoding, Layer):
             if block.attention.op.chooses_keys
         }
 
-    def with_meters(self, params, meters: dict[str, Buffer]):
+    def with_meters(self, params, meters: dict[str, Buffer]) -> dict[str, Any]:
         """The weights with meters, whose gradient then is the kept mass of their layers."""
         metered = dict(params)
         for name, meter in meters.items():

@@ -34,6 +34,7 @@ from reformax.ops.hashing import angular as hashing
 from reformax.ops.hashing import sorting
 from reformax.ops.hashing.circle import SELF_SCORE, in_a_circle
 from reformax.ops.masking.visibility import is_token
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.softmax.orders import ChunkSizes
 
 
@@ -145,8 +146,9 @@ class TraxAttention(Layer):
 
     def apply(self, params, *inputs, rng=None):
         """Attention as a pure function; what the state would hold is drawn from `rng`."""
+        check_floats("x", inputs[0], "batch", "length", "features")
+        batch, length, _ = inputs[0].shape
         inputs = inputs if self.masked else inputs[0]
-        batch, length = (inputs[0] if self.masked else inputs).shape[:2]
         rates = self.attention_dropout, self.output_dropout
         if rng is None and (self._random_plan or (self.mode == "train" and any(rates))):
             raise ValueError(f"rng is None: {self} needs one, such as jax.random.PRNGKey(0)")

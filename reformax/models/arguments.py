@@ -5,27 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from reformax.declared import SettingError, shown
+from reformax.declared import SettingError
+from reformax.ops.numerics.arrays import check_array, check_ids
 
 
 def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
-    """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
-    if not hasattr(tokens, "dtype"):
-        raise ValueError(
-            f"{name} is {shown(tokens)}: expected an array of integers [batch, length]"
-        )
+    """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments are theirs."""
+    check_array(name, tokens, "an array of integers [batch, length]")
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
             "[batch, length]"
         )
-    if segment_ids is not None and np.shape(segment_ids) != tokens.shape:
-        raise ValueError(
-            f"segment_ids has shape {np.shape(segment_ids)}: expected that of {name}, "
-            f"{tokens.shape}"
-        )
+    if segment_ids is not None:
+        check_ids("segment_ids", segment_ids, name, tokens.shape)
 
 
 def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Depth, SettingError, Size, VocabSize
+from reformax.layers.base import check_shape
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.arguments import check_embedding
@@ -62,6 +63,7 @@ class Backbone(Model):
 
     def init_backbone(self, rngs, shape) -> dict[str, Any]:
         """The weights, of three rngs: of the embedding, of the positions and of the stack."""
+        check_shape(shape)
         rng_e, rng_p, rng_s = rngs
         hidden = (*shape, self.d_model)
         params = {

@@ -232,8 +232,8 @@ class Design:
     @property
     def output_bias(self) -> bool:
         """Whether attention's output projection has a bias."""
-        own = self.attention_output_bias
-        return self.attention_bias if own is None else own
+        given = self.attention_output_bias
+        return self.attention_bias if given is None else given
 
     def rotating(self, pos_type: str, argument: str, ops: Sequence[AttentionOp]) -> list[bool]:
         """Whether each layer of a cycle rotates queries and keys, by a model's `pos_type`.

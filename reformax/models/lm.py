@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Unsupported
@@ -24,6 +24,7 @@ from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 from reformax.ops.decoding.cache import take_rows, where_rows
 from reformax.ops.masking.masks import Tokens
+from reformax.ops.numerics.arrays import check_lengths
 
 
 class LMState(NamedTuple):
@@ -87,7 +88,12 @@ class LanguageModel(Backbone):
             params["logits"] = affine_params(rng_l, *sizes, design.init_std, design.logits_bias)
         return params
 
-    def features(self, params, inputs, rng=None) -> Float[Array, "B T D"]:
+    def features(
+        self,
+        params,
+        inputs: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B T"]],
+        rng: PRNGKeyArray | None = None,
+    ) -> Float[Array, "B T D"]:
         """The input of `logits`: `encode` of the tokens shifted to the right by `first_token`.
 
         Args:
@@ -116,7 +122,9 @@ class LanguageModel(Backbone):
 
     # Parts of rows, whose states are carried from one to the next: `training.truncated_backprop`.
 
-    def parts(self, inputs, n: int) -> LMParts:
+    def parts(
+        self, inputs: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B T"]], n: int
+    ) -> LMParts:
         """The inputs of `features` in n parts of one length, with a leading axis of parts."""
         tokens, ids = inputs if isinstance(inputs, tuple) else (inputs, None)
         check_tokens("tokens", tokens, ids)
@@ -138,7 +146,9 @@ class LanguageModel(Backbone):
         """
         return self._layers.first_states(batch), jnp.zeros((batch,), jnp.int32)
 
-    def features_from(self, params, part: LMParts, states: Any, rng=None):
+    def features_from(
+        self, params, part: LMParts, states: Any, rng: PRNGKeyArray | None = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """The features of a part, and the states after it.
 
         A row's state goes on if its part begins in the segment that the part before ended in. A new
@@ -224,11 +234,12 @@ class LanguageModel(Backbone):
 
         Raises:
           ValueError: the capacity leaves no room after the prompts or is above that of the
-            positions, the model is not built for evaluation, tokens are no integers `[B, T]`, or
-            weights are of other sizes.
+            positions, the model is not built for evaluation, tokens are no integers `[B, T]`,
+            lengths no integers `[B]` up to T, or weights are of other sizes.
           NotImplementedError: an attention algorithm cannot decode.
         """
         check_tokens("tokens", tokens)
+        check_lengths("lengths", lengths, *tokens.shape)
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         if state is not None:
             return self._read_on(params, tokens, lengths, state)

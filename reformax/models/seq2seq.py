@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
+from reformax.layers.base import check_shape
 from reformax.layers.dropout import dropout
 from reformax.models.arguments import check_capacity, check_embedding, check_tokens
 from reformax.models.base import AttentionType, Model, PosType, Residual, Reversible
@@ -113,6 +114,8 @@ class EncoderDecoder(Model):
         return self.input_vocab_size
 
     def init_params(self, rng, shape, *shapes):
+        for each in (shape, *shapes):
+            check_shape(each)
         rngs = jax.random.split(rng, 6)
         params = {"embedding": self._embedding(rngs[0], self.vocab_size)}
         if self.output_vocab_size is not None:
@@ -171,11 +174,17 @@ class EncoderDecoder(Model):
           rng: the source of hashes and of dropout.
 
         Raises:
-          ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
+          ValueError: tokens are no integers `[B, T]`, source and target have other numbers of rows,
+            or weights are of other sizes.
         """
         source, target, *segment_ids = inputs
         source_segment_ids, target_segment_ids = segment_ids or (None, None)
+        check_tokens("source", source, source_segment_ids)
         check_tokens("target", target, target_segment_ids)
+        if len(source) != len(target):
+            raise ValueError(
+                f"target has {len(target)} rows and source {len(source)}: expected as many"
+            )
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         encoder_rng, decoder_rng = _split(rng)
         memory = self.encode(params, source, source_segment_ids, encoder_rng)

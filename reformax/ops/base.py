@@ -239,13 +239,22 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return repeat_to_values(q, v), repeat_to_values(k, v)
 
     @final
-    def plan(self, params, q, k, *, segment_ids, causal, **call) -> Any:
+    def plan(
+        self,
+        params: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S G H"] | None,
+        *,
+        segment_ids: SegmentIds | None,
+        causal: bool,
+        **call: Any,
+    ) -> Any:
         """The keys that each query may see: a pytree of integers without a gradient.
 
         Args:
           params: the algorithm's own weights, from `init`.
-          q: queries, `[B, T, N, H]`.
-          k: keys, `[B, S, G, H]`; None if `shared_qk`. Both are those of `of_value_heads` where
+          q: queries.
+          k: keys; None if `shared_qk`. Both are those of `of_value_heads` where
             values have more heads.
           segment_ids: `[B, T]`, a pair of two sequences, or None: a row is one segment.
           causal: whether a position sees only itself and what came before it.
@@ -259,14 +268,22 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     @final
     def apply(
-        self, params, q, k, v, *, plan, segment_ids, causal, **call
+        self,
+        params: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S G H"] | None,
+        v: Float[Array, "B S G V"],
+        *,
+        plan: Any,
+        segment_ids: SegmentIds | None,
+        causal: bool,
+        **call: Any,
     ) -> Float[Array, "B T N V"]:
         """Attention by a plan.
 
         Args:
           params: the algorithm's own weights, from `init`.
-          q, k, v: queries `[B, T, N, H]`, keys `[B, S, G, H]`, None if `shared_qk`, and values `[B,
-            S, G, V]`.
+          q, k, v: queries, keys, which are None if `shared_qk`, and values.
           plan: from `plan`.
           segment_ids, causal: as in `plan`.
           **call: further fields of `Call`: `dropout` and its `rng`, `shard`, `lengths` with finite
@@ -330,7 +347,16 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     @final
     def apply_from(
-        self, params, q, k, v, state, *, segment_ids=None, shard=None, extra_projections=None
+        self,
+        params: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T G H"],
+        v: Float[Array, "B T G V"],
+        state: Any,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        shard: Any = None,
+        extra_projections: dict[str, Float[Array, "B T _ _"]] | None = None,
     ) -> tuple[Float[Array, "B T N V"], Any]:
         """Causal attention to a part of a sequence, and the state after it. Both have gradients.
 
@@ -356,13 +382,24 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return self._run(self._attend_from, call, params, q, k, v, state)
 
     @final
-    def init_cache(self, params, q, k, v, *, plan, lengths, capacity: int, **call) -> Any:
+    def init_cache(
+        self,
+        params: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T G H"] | None,
+        v: Float[Array, "B T G V"],
+        *,
+        plan: Any,
+        lengths: Int[Array, " B"],
+        capacity: int,
+        **call: Any,
+    ) -> Any:
         """The cache of decoding after the first positions of each row.
 
         Args:
           params, q, k, v: as in `apply`, padded on the right.
           plan: that of a causal call with `length=capacity`.
-          lengths: the number of each row's positions before its padding, `[B]`.
+          lengths: the number of each row's positions before its padding.
           capacity: the number of positions for which the cache has room.
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
@@ -372,7 +409,15 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     @final
     def step(
-        self, params, q, k, v, cache, *, position, **call
+        self,
+        params: Any,
+        q: Float[Array, "B 1 N H"],
+        k: Float[Array, "B 1 G H"] | None,
+        v: Float[Array, "B 1 G V"],
+        cache: Any,
+        *,
+        position: Int[Array, " B"],
+        **call: Any,
     ) -> tuple[Float[Array, "B 1 N V"], Any]:
         """Attention of one more position of each row, and the cache with it.
 
@@ -381,7 +426,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Args:
           params, q, k, v: as in `apply`, of one position.
           cache: from `init_cache` or the step before.
-          position: its index in each row, `[B]`, from 0.
+          position: its index in each row, from 0.
           **call: where the algorithm reads them `bias`, `(positions of keys [B, S]) -> [B, N, S]`,
             `extra_projections`, `origins` in beam search (`decoding.ring.RingDecoding`), and
             `chosen` from `newest_choice` where it `reuses` a choice.
@@ -393,15 +438,24 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     @final
     def read_on(
-        self, params, q, k, v, cache, *, position, lengths, **call
+        self,
+        params: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T G H"] | None,
+        v: Float[Array, "B T G V"],
+        cache: Any,
+        *,
+        position: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        **call: Any,
     ) -> tuple[Float[Array, "B T N V"], Any, Any]:
         """Attention of several more positions of each row: what their steps compute.
 
         Args:
           params, q, k, v: as in `apply`, padded on the right.
           cache: from `init_cache`, `step` or the call before.
-          position: the index of the first of them in each row, `[B]`.
-          lengths: the number of them before a row's padding, `[B]`; 0 for none.
+          position: the index of the first of them in each row.
+          lengths: the number of them before a row's padding; 0 for none.
           **call: as in `step`, besides `origins`. `bias` is `(positions of queries [B, T], of keys
             [B, S]) -> [B, N, T, S]`, and `chosen` is `[B, T, K]`.
 

@@ -10,7 +10,8 @@ The file follows the computation:
 
 1. `lsh`: the options.
 2. `_plan`: hash, sort by bucket. The plan is each hash's order of the positions.
-3. `_apply`: softmax attention in the chunks of these orders.
+3. `_apply`: softmax attention in the chunks of these orders. The hashes' results are merged by
+   `Softmax.merge` in `_forward` of `softmax/chunked.py`, by log-sum-exp as in the paper.
 4. `_init_cache`, `_step`: decoding.
 
 Which keys a query sees is decided in two steps: the candidates, which are in reach, then the mask.

@@ -1,4 +1,4 @@
-"""Shared-QK attention: keys are the length-normalised queries (Reformer, sec. 2).
+"""Shared-QK attention: keys are the length-normalised queries (Kitaev et al. 2020, sec. 2).
 
 One projection makes queries and keys, so that locality-sensitive hashing can put a query and the
 keys it needs into one bucket. A position would then always prefer itself. It therefore attends to

@@ -110,7 +110,7 @@ def test_a_round_trip_gives_the_identical_arrays_and_config(tmp_path):
     tied = tensors() | {"lm_head.weight": tensors()["transformer.wte.weight"]}
     hugging_face.read(saved(tmp_path / "there", arrays=tied))
     tied["lm_head.weight"] = tied["lm_head.weight"] + 1
-    with pytest.raises(ValueError, match=r"lm_head.weight and wte.weight differ, and GPT-2's are"):
+    with pytest.raises(ValueError, match=r"lm_head.weight and transformer.wte.weight differ"):
         hugging_face.read(saved(tmp_path / "there", arrays=tied))
 
 

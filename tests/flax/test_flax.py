@@ -240,6 +240,17 @@ def test_what_a_module_refuses():
             linen.Attention(op, **options).init(jax.random.key(0), X)
         with pytest.raises(SettingError, match=message):
             our_nnx.Attention(op, in_features=8, **options, rngs=nnx.Rngs(0))
+    for inputs, message in (
+        ([X.tolist()], r"inputs_q is \[\[\["),
+        ([X[0]], r"inputs_q has shape .12, 8.: expected .batch, length, features"),
+        ([X.astype(int)], "inputs_q has dtype int.*: expected floats"),
+        ([X, X[:1]], r"inputs_kv has shape .1, 12, 8.: expected .2, length, features"),
+        ([X, X.tolist()], r"inputs_kv is \[\[\["),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            linen.Attention(flash.flash(), 2).init(jax.random.key(0), *inputs)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            our_nnx.Attention(flash.flash(), 2, 8, rngs=nnx.Rngs(0))(*inputs)
     turned = linen.Attention(flash.flash(), 2, use_rotary=True)
     with pytest.raises(NotImplementedError, match="inputs_kv is given and use_rotary is True"):
         turned.init(jax.random.key(0), X, X)
@@ -458,9 +469,9 @@ def test_what_decoding_refuses():
     with pytest.raises(NotImplementedError, match="positions is given and use_rotary is False"):
         linen.Attention(flash.flash(), 2).init(jax.random.key(0), X, positions=jnp.arange(12)[None])
     for lengths, message in (
-        (3, "lengths has shape .. and dtype int32: expected integers, .batch., .2,."),
+        (3, "lengths has shape .. and dtype int32: expected integers .batch., .2,."),
         (jnp.array([1.0, 2.0]), "lengths has shape .2,. and dtype float32"),
-        (jnp.array([0, 5]), "lengths has 0 to 5: expected 1 to 4, the tokens of inputs_q"),
+        (jnp.array([0, 5]), "lengths has 0 to 5: expected 1 to 4"),
     ):
         with pytest.raises(ValueError, match=message):
             in_linen.apply(weights, X[:, :4], lengths=lengths, **mutable)

@@ -288,7 +288,7 @@ def test_errors_of_construction(options, message):
     [
         (dict(op=lsh.lsh()), None, "rng is None: lsh, which draws its plan at random, needs one"),
         (dict(attention_dropout=0.1), None, "rng is None: dropout > 0 needs one"),
-        (dict(masked=True), np.ones((2, 12), bool), "segment_ids has shape (2, 12): expected"),
+        (dict(masked=True), np.ones((2, 12), bool), "mask has shape (2, 12): expected"),
     ],
     ids=["lsh", "attention_dropout", "mask"],
 )

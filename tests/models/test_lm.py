@@ -477,6 +477,23 @@ def test_errors_of_construction(model_fn, options, message):
 
 
 @pytest.mark.parametrize(
+    "lengths, message",
+    [
+        ([1, 2], "lengths is [1, 2]: expected an array"),
+        (np.array([1]), "lengths has shape (1,) and dtype int64: expected integers [batch], (2,)"),
+        (np.array([1.0, 2]), "lengths has shape (2,) and dtype float64: expected integers"),
+        (np.array([-1, 13]), "lengths has -1 to 13: expected 0 to 12"),
+    ],
+    ids=["list", "short", "floats", "range"],
+)
+def test_lengths_of_prompts_that_do_not_fit(lengths, message):
+    model = TransformerLM(**SMALL, mode="eval")
+    with pytest.raises(ValueError) as error:
+        model.prefill(init(model), some_tokens(), lengths, 20)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
     "tokens, message",
     [
         (some_tokens()[0], "tokens has shape (12,) and dtype int32: expected integers [batch, len"),
@@ -485,7 +502,7 @@ def test_errors_of_construction(model_fn, options, message):
         ([[1, 2]], "tokens is [[1, 2]]: expected an array of integers [batch, length]"),
         (
             (some_tokens(), some_tokens(7)),
-            "segment_ids has shape (2, 7): expected that of tokens, (2",
+            "segment_ids has shape (2, 7): expected [batch, length] of tokens, (2",
         ),
     ],
     ids=lambda case: case if isinstance(case, str) else "",

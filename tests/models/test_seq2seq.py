@@ -431,9 +431,11 @@ def test_arrays_of_another_kind_are_told():
         with pytest.raises(ValueError, match="^source has shape .* expected integers"):
             model.prefill(params, model.for_decoding(params), other, 5)
     with pytest.raises(
-        ValueError, match=r"^segment_ids has shape \(2, 6\): expected that of source"
+        ValueError, match=r"^segment_ids has shape \(2, 6\): expected .batch, length. of source"
     ):
         model.apply(params, tokens, tokens, tokens[:, :6], tokens)
+    with pytest.raises(ValueError, match="^target has 1 rows and source 2: expected as many$"):
+        model.apply(params, tokens, tokens[:1])
     sizes = SMALL | dict(output_vocab_size=17)
     for other, name, shape in (
         (dict(d_model=4), "embedding", "17, 4"),

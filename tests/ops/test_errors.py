@@ -229,8 +229,8 @@ THREE_HEADS = block_sparse.block_sparse(pattern=np.ones((3, 2, 2), bool), block_
 INTEGERS = jnp.ones((2, 8), int)
 
 CALLS = [
-    (DENSE, (x(2, 8, 4), x(), x()), {}, "q has shape (2, 8, 4): expected 4 axes"),
-    (DENSE, (x(), x(), x(8, 2, 4)), {}, "v has shape (8, 2, 4): expected 4 axes"),
+    (DENSE, (x(2, 8, 4), x(), x()), {}, "q has shape (2, 8, 4): expected [batch, length,"),
+    (DENSE, (x(), x(), x(8, 2, 4)), {}, "v has shape (8, 2, 4): expected [batch, length,"),
     (DENSE, (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
     (DENSE, (x(), x(1, 8, 2, 4), x(1, 8, 2, 4)), {}, "k has shape (1, 8, 2, 4): expected batch"),
     (DENSE, (x(), x(), x(2, 9, 2, 4)), {}, "v has shape (2, 9, 2, 4): expected"),

@@ -92,7 +92,7 @@ def test_a_mask_of_keys_is_booleans(op):
         (dict(lengths=jnp.ones(4, int), mask=BEHIND), "lengths and mask are given: leave out"),
         (
             dict(lengths=np.array([3, 26, 1, 1])),
-            "lengths has 1 to 26: expected 0 to 25, the length",
+            "lengths has 1 to 26: expected 0 to 25",
         ),
         (dict(lengths=jnp.array([3, -1, 1, 1])), "lengths has -1 to 3: expected 0 to 25"),
     ],

@@ -11,13 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from reformax.declared import Rate, SettingError, Unsupported, check, shown
 from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import shape_of_pairs
-from reformax.ops.masking.masks import int32_ids, segment_pair
+from reformax.ops.masking.masks import Ids, Tokens, int32_ids, segment_pair, tokens_of
 from reformax.ops.masking.visibility import is_token, same_segment
+from reformax.ops.numerics.arrays import (
+    check_array,
+    check_floats,
+    check_ids,
+    check_key,
+    check_lengths,
+)
 
 
 def check_arguments(
@@ -44,21 +52,10 @@ def check_arguments(
       ValueError: a shape or a value does not fit.
       Unsupported: the op cannot compute the call.
     """
-    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    arrays = dict(q=q, k=k, v=v, lengths=lengths, bias=bias, global_tokens=global_tokens, rng=rng)
-    for name, x in (*arrays.items(), *(("segment_ids", x) for x in ids)):
-        if x is not None and not hasattr(x, "dtype"):
-            hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
-            raise ValueError(f"{name} is {shown(x)}: expected {hint}")
-    if rng is not None and not _is_key(rng):
-        raise ValueError(
-            f"rng has shape {rng.shape} and dtype {rng.dtype}: expected one key, such as "
-            "jax.random.key(0)"
-        )
-    flags = dict(causal=causal, train=train, return_state=return_state)
-    for name, value in flags.items():
-        if not isinstance(value, bool | np.bool_):
-            raise ValueError(f"{name} is {shown(value)}: expected True or False")
+    if rng is not None:
+        check_key("rng", rng)
+    for name, value in dict(causal=causal, train=train, return_state=return_state).items():
+        check_flag(name, value)
     check("dropout", dropout, Rate)
     _check_shapes(op, q, k, v)
     keys = q if k is None else k
@@ -86,11 +83,16 @@ def check_arguments(
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 
 
-def _is_key(rng) -> bool:
-    """Whether an array is one PRNG key, typed or of uint32."""
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        return rng.ndim == 0
-    return rng.ndim == 1 and rng.dtype == jnp.uint32
+def check_mask(name: str, mask: Ids | Tokens | None, of: str, x: Shaped[Array, "B T *d"]) -> None:
+    """Raises `ValueError` unless a mask, if there is one, is of the tokens of `x`, called `of`."""
+    if (ids := tokens_of(mask).segment_ids) is not None:
+        check_ids(name, ids, of, x.shape[:2])
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises `ValueError` for what is not True or False, such as a number that `jax.jit` traces."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {shown(value)}: expected True or False")
 
 
 def check_read(op, call) -> None:
@@ -109,20 +111,17 @@ def check_read(op, call) -> None:
 
 def _check_shapes(op, q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None and x.ndim != 4:
-            raise ValueError(
-                f"{name} has shape {x.shape}: expected 4 axes, [batch, length, heads, size]"
-            )
-        if x is not None and 0 in x.shape:
+        if x is None and name == "k":
+            continue
+        check_floats(name, x, "batch", "length", "heads", "size")
+        if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: expected at least one of each axis")
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}: expected floats, as x.astype(float)")
     if op.shared_qk and k is not None:
         raise ValueError(f"k is given, but {op.name} makes its keys of the queries: pass k=None")
     if not op.shared_qk and k is None:
         raise ValueError(f"k is None, but {op.name} does not make its keys of the queries: pass k")
     keys, source = (q, "q") if k is None else (k, "k")
-    more = v.ndim == 4 and v.shape[2] > keys.shape[2] == q.shape[2] > 0 == v.shape[2] % q.shape[2]
+    more = v.shape[2] > keys.shape[2] == q.shape[2] > 0 == v.shape[2] % q.shape[2]
     if more and v.shape[:2] == keys.shape[:2]:
         check_value_heads(op, "v has", v.shape[2], q.shape[2])
     elif v.shape[:3] != keys.shape[:3]:
@@ -140,16 +139,6 @@ def _check_shapes(op, q, k, v) -> None:
             f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
             "one sequence: use an op whose cross is True, such as dense.dense()"
         )
-
-
-def check_value_heads(op, given: str, n_values: int, n_qk: int) -> None:
-    """Raises `Unsupported` for values of more heads than queries and keys, where an op has none."""
-    if op.more_value_heads:
-        return
-    raise Unsupported(
-        f"{given} {n_values} heads and q has {n_qk}, but {op.name} makes its keys of the queries: "
-        "repeat the queries, or use an op whose more_value_heads is True, such as dense.dense()"
-    )
 
 
 def check_heads(op, **given: int | None) -> None:
@@ -187,16 +176,10 @@ def _check_segments(op, segment_ids, q, keys, source: str) -> None:
     for ids, x, name in zip(segment_pair(segment_ids), (q, keys), ("q", source), strict=True):
         if ids is None:
             continue
-        if ids.shape != x.shape[:2]:
-            pair = "" if is_pair else ", or a pair of arrays if keys are of another sequence"
-            raise ValueError(
-                f"segment_ids has shape {ids.shape}: expected [batch, length] of {name}, "
-                f"{x.shape[:2]}{pair}"
-            )
+        pair = "" if is_pair else ", or a pair of arrays if keys are of another sequence"
+        check_ids("segment_ids", ids, name, x.shape[:2], pair)
         if ids.dtype == bool:
             continue
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"segment_ids has dtype {ids.dtype}: expected integers")
         if not np.can_cast(ids.dtype, np.int32):
             _check_ids_fit(ids)
         if not op.packed:
@@ -214,18 +197,7 @@ def _check_lengths(lengths, q, keys, others) -> None:
             f"lengths is given, and q and k have lengths {q.shape[1]} and {keys.shape[1]}: pass "
             "booleans of both as segment_ids"
         )
-    if lengths.shape != q.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(
-            f"lengths has shape {lengths.shape} and dtype {lengths.dtype}: expected integers "
-            f"[batch], {q.shape[:1]}"
-        )
-    if not isinstance(lengths, jax.core.Tracer) and lengths.size:
-        lengths = np.asarray(lengths)  # within jit, operations on arrays of JAX are traced
-        least, most = int(lengths.min()), int(lengths.max())
-        if least < 0 or most > q.shape[1]:
-            raise ValueError(
-                f"lengths has {least} to {most}: expected 0 to {q.shape[1]}, the length of q"
-            )
+    check_lengths("lengths", lengths, *q.shape[:2])
 
 
 def _check_ids_fit(ids) -> None:
@@ -262,11 +234,7 @@ def _check_global_tokens(op, global_tokens, q) -> None:
             f"global_tokens is given, but {op.name} has no global tokens: use an op whose "
             "global_tokens is True, such as longformer.longformer()"
         )
-    if global_tokens.shape != q.shape[:2]:
-        raise ValueError(
-            f"global_tokens has shape {global_tokens.shape}: expected [batch, length], "
-            f"{q.shape[:2]}"
-        )
+    check_ids("global_tokens", global_tokens, "q", q.shape[:2])
 
 
 def _check_extra_projections(op, extra_projections, q, v) -> None:
@@ -374,6 +342,7 @@ def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
             f"bias is given, but {op.name} adds none: use an op whose bias is True, such as "
             "flash.flash()"
         )
+    check_array("bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(
             f"bias has dtype {bias.dtype}: expected floats to add; turn a mask into "

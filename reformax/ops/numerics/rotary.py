@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError, Size, check_fields
 from reformax.derivatives import CustomDerivatives
+from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -197,9 +198,15 @@ def rotary(
       position: of each; None: 0 to T - 1.
       grid: the axes' sizes, row-major; of the first one there is no end. (): a line.
       angles: of a line.
+
+    Raises:
+      ValueError: `x` is no array of floats, `[B, T, N, H]`, or positions are of another length.
     """
+    check_floats("x", x, "batch", "length", "heads", "size")
     half = angles.n_pairs(x.shape[-1])
-    position = jnp.arange(x.shape[1])[None] if position is None else position
+    position = jnp.arange(x.shape[1])[None] if position is None else jnp.asarray(position)
+    if position.shape[-1:] != x.shape[1:2]:
+        raise ValueError(f"position has shape {position.shape}: expected {x.shape[:2]}, as x has")
     angle = _grid_angles(position, grid, half) if grid else angles.of(position, half)
     angle = angle[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
