@@ -3,9 +3,11 @@
 import jax
 import pytest
 
+from benchmarks.harness import configured
 from reformax.data import listops, masked, reverse, stdlib
+from reformax.training import mesh as mesh_lib
 from tests.data import test_labelled
-from tools import program
+from tools import described, program
 from tools.hlo_collectives import collectives
 from tools.traffic import Kernel, kernels
 
@@ -121,3 +123,24 @@ def test_what_cannot_be_compiled_is_told(flags, told, capsys):
     with pytest.raises(SystemExit):
         program.main(flags.split())
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_products_of_a_step_add_their_biases():
+    """XLA's own choice for an H200: no kernel but a product's reads and writes its output."""
+    sizes = "n_layers=2", "n_heads=4", "d_model=256", "d_ff=1024", "vocab_size=4096"
+    overrides = *sizes, "batch_size=16", "pos_axial_shape=(1024,)", "first_token=0"
+    settings = configured.from_config(["gpt2.gin"], overrides)
+    gpu = described.GPUS["h200"]
+    try:
+        (device,) = described.devices(gpu)
+        with described.assumed(gpu):
+            _, lowered = program.training_step(settings, mesh_lib.make({}, [device]))
+            compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    found = kernels(compiled.as_text())
+    written = 2 * 16 * 1024 * 256  # bytes of a projection of all heads, in bfloat16
+    assert any("matmul" in kernel.kind for kernel in found)
+    sums = [x for x in found if "add_fusion" in x.kind and x.written == written]
+    assert not sums

@@ -216,6 +216,12 @@ class FeedForward(Layer):
                 f"{(d_model, self.d_ff)}"
             )
 
+    def without_output_bias(self, params) -> tuple[dict[str, Array], Float[Array, " D"] | None]:
+        """`MultiHead.without_output_bias`, of `b2`."""
+        if not self.bias or self._norm is not None or rate_in(self.mode, self.dropout):
+            return params, None
+        return params | {"b2": None}, params["b2"]
+
     def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:
@@ -231,7 +237,7 @@ class FeedForward(Layer):
             out = self._activated(params, self._first(params, x)[0], start, hidden_rng)
         else:
             out = self._in_kernels(params, x, start, hidden_rng, chosen == INTERPRETED)
-        if self.bias:
+        if self.bias and params["b2"] is not None:
             # In the dtype of the product, a bias is added in its kernel on a GPU.
             out = out + params["b2"][None, None].astype(x.dtype)
         if self._norm is not None:

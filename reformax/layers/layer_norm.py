@@ -67,36 +67,45 @@ class LayerNorm(Layer):
         return self.of_sum(params, x, None, self._dtype or x.dtype)[0]
 
     def of_sum(
-        self, params, x: Float[Array, "*d D"], y: Float[Array, "*d D"] | None, *dtypes: Any
+        self,
+        params,
+        x: Float[Array, "*d D"],
+        y: Float[Array, "*d D"] | None,
+        *dtypes: Any,
+        y_bias: Float[Array, " D"] | None = None,
     ) -> tuple[Float[Array, "*d D"], ...]:
-        """The norm of `x + y` in each of the dtypes. The sum is float32; None is 0."""
-        return self._norms(params, x, y, dtypes)[0]
+        """The norm of `x + y + y_bias` in each of the dtypes. The sum is float32; None is 0."""
+        return self._norms(params, x, y, dtypes, y_bias)[0]
 
     def with_residual(
-        self, params, x: Float[Array, "*d D"], y: Float[Array, "*d D"] | None = None
+        self,
+        params,
+        x: Float[Array, "*d D"],
+        y: Float[Array, "*d D"] | None = None,
+        y_bias: Float[Array, " D"] | None = None,
     ) -> tuple[Float[Array, "*d D"], Float[Array, "*d D"]]:
-        """The norm of `x + y`, and the sum, in the dtype of `x`, for its other readers.
+        """The norm of `x + y + y_bias`, and the sum, in the dtype of `x`, for its other readers.
 
-        The kernel's two passes add `x` and `y`, and the gradients of both results.
+        The kernel's two passes add these, and the gradients of both results.
         """
-        (out,), x = self._norms(params, x, y, (self._dtype or x.dtype,), pass_on=True)
+        (out,), x = self._norms(params, x, y, (self._dtype or x.dtype,), y_bias, pass_on=True)
         return out, x
 
-    def _norms(self, params, x, y, dtypes: tuple, pass_on: bool = False):
-        """The norms of `x + y`, and the sum if `pass_on`, which says that it has other readers."""
+    def _norms(self, params, x, y, dtypes: tuple, y_bias=None, pass_on: bool = False):
+        """The norms of the sum, and the sum if `pass_on`, which says that it has other readers."""
         if x.shape[-1:] != params["scale"].shape:
             raise ValueError(f"x has shape {x.shape}: expected [..., {params['scale'].size}]")
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
-        weights = self.factors(params)["scale"], params.get("bias")
+        weights = self.factors(params)["scale"], params.get("bias"), y_bias
         size = x.shape[-1]
         pays = LEAST_ROWS * size <= x.size < MOST or x.size == size
         chosen = choose_impl(self._impl, pays, pallas=None) if x.size else "xla"
         if pass_on and y is not None and chosen == "xla":
-            x, y = x + y.astype(x.dtype), None
+            x, y, weights = _sum(x, y, y_bias, x.dtype), None, (*weights[:2], None)
 
-        def normalize(first, x, y, scale, bias):
+        def normalize(first, x, y, *weights):
             del first
-            inputs = _rows(x), _rows(y), scale, bias
+            inputs = _rows(x), _rows(y), *weights
             if chosen == "xla":
                 outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
                 return tuple(out.reshape(x.shape) for out in outputs), x
@@ -145,8 +154,8 @@ class NoNorm(LayerNorm):
     def init_params(self, rng, shape):
         return {}
 
-    def _norms(self, params, x, y, dtypes, pass_on=False):
-        x = x if y is None else x + y.astype(x.dtype)
+    def _norms(self, params, x, y, dtypes, y_bias=None, pass_on=False):
+        x = _sum(x, y, y_bias, x.dtype)
         return tuple(x.astype(dtype) for dtype in dtypes), x
 
 
@@ -175,10 +184,20 @@ def _rows(x: Float[Array, "*d D"] | None) -> Float[Array, "R D"] | None:
     return None if x is None else x.reshape(-1, x.shape[-1])
 
 
-def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tuple[Array, ...]:
+def _sum(x, y, y_bias, dtype: Any) -> Float[Array, "*d D"]:
+    """`x + y + y_bias`, of which those that are None are left out."""
+    total = x.astype(dtype)
+    total = total if y is None else total + y.astype(dtype)
+    if y_bias is None:
+        return total
+    return total + y_bias.astype(dtype).reshape((1,) * (x.ndim - 1) + y_bias.shape)
+
+
+def _in_array_operations(
+    epsilon: float, dtypes: tuple, x, y, scale, bias, y_bias
+) -> tuple[Array, ...]:
     # One row a position: XLA's CPU backend sums over two leading axes ten times slower.
-    x = x.astype(jnp.float32)
-    x = x if y is None else x + y.astype(jnp.float32)
+    x = _sum(x, y, y_bias, jnp.float32)
     if bias is None:
         out = length_normalize(x, epsilon) * scale[None]
     else:

@@ -330,6 +330,15 @@ class MultiHead(Layer):
         """The factor of queries by which logits, which the algorithm scales too, have `scale`."""
         return self.scale * math.sqrt(self.d_qk)
 
+    def without_output_bias(self, params) -> tuple[dict[str, Any], Float[Array, " D"] | None]:
+        """The weights by which the output has no bias, and the bias, for the norm that adds it.
+
+        It is None where there is none, or where a norm or dropout follows it.
+        """
+        if not self.output_bias or self.output_norm or self._output_rate:
+            return params, None
+        return params | {"b_o": None}, params["b_o"]
+
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
     ) -> Float[Array, "B T D"]:
@@ -342,7 +351,7 @@ class MultiHead(Layer):
             (out,) = float8.named_products(params, out, {"o": w_o})
         else:
             out = out @ w_o.astype(out.dtype)
-        if self.output_bias:
+        if self.output_bias and params["b_o"] is not None:
             out = out + params["b_o"][None, None].astype(out.dtype)
         if self.output_norm:
             out = self._norm.apply(params["output_norm"], out)

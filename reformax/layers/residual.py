@@ -81,8 +81,6 @@ class ResidualStack(BlockStack):
         self._check_inputs(params, (x,), segment_ids, memory, memory_segment_ids)
         if self.offload_activations:
             remat.check_offload()
-        # Without a scan a layer leaves its last output for the next layer's norm to add.
-        unadded = self.remat_policy == "all" and not self.scan_layers
         run = remat.named if self.remat_policy == "attention" else remat.direct
 
         def layer(i, rngs, p, streams, memory, plan, state):
@@ -91,21 +89,24 @@ class ResidualStack(BlockStack):
             if self.offload_activations:
                 streams = checkpoint_name(streams, remat.STREAM)
             h, streams = self._read(p, "attention", streams)
+            weights, bias = block.attention.without_output_bias(p["attention"])
             if state is not None:
-                out, kept = block.attention.apply_from(p["attention"], h, state, *masks)
+                out, kept = block.attention.apply_from(weights, h, state, *masks)
             else:
-                out, kept = block.attention.apply_by(p["attention"], h, plan, *masks, run)
+                out, kept = block.attention.apply_by(weights, h, plan, *masks, run)
                 kept = kept if i in self._sources else None
-            streams = self._add(p, "attention", streams, out)
+            streams = self._add(p, "attention", streams, out, bias)
             if self._cross:
                 h, streams = self._read(p, "cross_attention", streams)
                 masks = segment_ids, memory_segment_ids, rngs["cross_attention"]
-                out = block.cross_attention.apply(p["cross_attention"], h, memory, *masks, run)
-                streams = self._add(p, "cross_attention", streams, out)
+                weights, bias = block.cross_attention.without_output_bias(p["cross_attention"])
+                out = block.cross_attention.apply(weights, h, memory, *masks, run)
+                streams = self._add(p, "cross_attention", streams, out, bias)
             h, streams = self._read(p, "feed_forward", streams)
-            out = block.feed_forward.apply(p["feed_forward"], h, rngs["feed_forward"])
-            streams = self._add(p, "feed_forward", streams, out)
-            return (streams if unadded else self._summed(streams)), kept
+            weights, bias = self._of_last(block.feed_forward, p["feed_forward"])
+            out = block.feed_forward.apply(weights, h, rngs["feed_forward"])
+            streams = self._add(p, "feed_forward", streams, out, bias)
+            return (streams if self._leaves_output else self._summed(streams)), kept
 
         def repeat(streams, this, states=None):
             kept = []
@@ -120,14 +121,31 @@ class ResidualStack(BlockStack):
             return streams, None if states is None else tuple(kept)
 
         streams = (self._residual(x),)
-        if unadded:
-            streams += ((x if self.post_norm else jnp.zeros_like(x)).astype(self.dtype),)
+        if self.post_norm and self._leaves_output:
+            streams += (x.astype(self.dtype),)
+        elif self._leaves_output:
+            # That of all repeats.
+            last = self.blocks[0].feed_forward, params["block_0"]["feed_forward"]
+            bias = self._of_last(*last)[1]
+            zeros = None if bias is None else jnp.zeros(bias.shape[1:], bias.dtype)
+            streams += (jnp.zeros_like(x, self.dtype), zeros)
         given = () if states is None else (states,)
         streams, after = self._scan(repeat, streams, params, *given)
         return self._summed(streams)[0], after
 
+    @property
+    def _leaves_output(self) -> bool:
+        """Whether the norm of the next layer adds the last output of a layer: without a scan."""
+        return self.remat_policy == "all" and not self.scan_layers
+
+    def _of_last(self, sublayer, params) -> tuple[Any, Float[Array, " D"] | None]:
+        """`without_output_bias` of a layer's last sublayer, if a norm is to add it."""
+        added_by_norm = self.post_norm or self._leaves_output
+        return sublayer.without_output_bias(params) if added_by_norm else (params, None)
+
     # Around a sublayer: `streams` are the stream and, if pre-norm, an output that the next norm is
-    # to add to it in one pass, or if post-norm, the stream in the dtype that sublayers read.
+    # to add to it in one pass, and its bias, or None; or if post-norm, the stream in the dtype that
+    # sublayers read.
 
     def _read(
         self, params, name: str, streams: Sequence[Array]
@@ -140,17 +158,26 @@ class ResidualStack(BlockStack):
         return h, (stream,)
 
     def _add(
-        self, params, name: str, streams: Sequence[Array], out: Float[Array, "B T D"]
+        self,
+        params,
+        name: str,
+        streams: Sequence[Array],
+        out: Float[Array, "B T D"],
+        bias: Float[Array, " D"] | None = None,
     ) -> tuple[Array, ...]:
-        """The streams after a sublayer."""
+        """The streams after a sublayer, whose output has that bias."""
         if not self.post_norm:
-            return *streams, out
+            return *streams, out, bias
         norm = params[f"{name}_norm"]
-        return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
+        return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype, y_bias=bias)
 
     def _summed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
         """The stream alone, with the output that was not added yet."""
-        return (streams[0] if self.post_norm else sum(map(self._residual, streams)),)
+        if self.post_norm:
+            return (streams[0],)
+        x, *out = streams
+        out = (y if y.ndim == x.ndim else y[None, None] for y in out if y is not None)
+        return (sum(map(self._residual, (x, *out))),)
 
     def _opened(self, streams):
         (x,) = super()._opened(streams)

@@ -18,6 +18,11 @@ from reformax.training import truncated_backprop
 from reformax.training.fine_tuning import FineTuning
 from reformax.training.metrics import no_sums
 
+# XLA has Triton and cuBLASLt compete for each product alone, and then adds a bias, or the sum of
+# the products before, in a kernel that reads and writes all of it once more. Without Triton,
+# cuBLASLt's product adds them.
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes; a checkpoint holds it."""
@@ -145,7 +150,9 @@ def step_fn(
 
     whole = devices.replicated(mesh)
     placements = whole if placement is None else placement, whole
-    return jax.jit(devices.on(mesh, step), donate_argnums=0, out_shardings=placements)
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
+    step = devices.on(mesh, step)
+    return jax.jit(step, donate_argnums=0, out_shardings=placements, compiler_options=options)
 
 
 def mean_loss(model, cross_entropy, params, batch, rng, weight):

@@ -30,7 +30,7 @@ def init(layer, *shapes, seed=0):
     )
 
 
-def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0):
+def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0, output_bias=False):
     """A cycle of causal blocks with dropout wherever there can be some."""
     ops = (local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)) if ops is None else ops
     return [
@@ -43,6 +43,7 @@ def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0):
                 causal=True,
                 attention_dropout=rate,
                 output_dropout=rate,
+                output_bias=output_bias,
                 use_rotary=True,
             ),
             layers.FeedForward(d_ff, rate, rate, chunk_size=ff_chunk_size),

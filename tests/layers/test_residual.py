@@ -46,6 +46,22 @@ def test_output_and_gradients_are_the_equations(remat_policy, packed, scan_layer
     assert_trees_close(by_stack(weights, params, x), (want, vjp(weights)))
 
 
+@pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_norms_add_the_biases_of_outputs(scan_layers):
+    """Without dropout, which would follow them."""
+    cycle = plain.blocks([dense.dense()], rate=0.0, output_bias=True)
+    stack, x = layers.ResidualStack(cycle, 2, scan_layers=scan_layers), stream()
+    block = (params := plain.init(stack, x.shape))["block_0"]
+    rng = np.random.default_rng(1)
+    for name, bias in (("attention", "b_o"), ("feed_forward", "b2")):
+        block[name][bias] = rng.normal(size=block[name][bias].shape).astype(np.float32)
+        weights, apart = getattr(cycle[0], name).without_output_bias(block[name])
+        assert weights[bias] is None and apart is block[name][bias]
+    by_stack = with_gradients(functools.partial(stack.apply, rng=RNG))(stream()[:, ::-1], params, x)
+    want, vjp = jax.vjp(lambda *z: plain.residual(cycle, 2, *z, None, RNG), params, x)
+    assert_trees_close(by_stack, (want, vjp(stream()[:, ::-1])))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_post_norm_layers_that_are_written_out_compute_the_same(dtype):
     """Between them the stream is there twice, and so is its gradient."""
@@ -114,21 +130,21 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes, 
     """Also where a program has several rows, and the last of them fewer."""
     rng = np.random.default_rng(0)
     x, y, *weights = (rng.normal(size=(n_rows, size)).astype(np.float32) for _ in range(4))
-    y = None if added is None else y.astype(added)
     params = {"scale": weights[0][0], "bias": weights[1][0]}
+    y_bias = None if added is None else weights[1][1]
+    y = None if added is None else y.astype(added)
     if norm is layers.RMSNorm:
         del params["bias"]
     plain_norm, kernel = (norm(1e-3, impl=impl) for impl in ("xla", KERNEL))
 
     def output_and_gradients(norm):
-        def loss(params, x, y):
-            outs = norm.of_sum(params, x, y, *dtypes)
+        def loss(params, x, y, y_bias):
+            outs = norm.of_sum(params, x, y, *dtypes, y_bias=y_bias)
             assert [out.dtype for out in outs] == dtypes
             return sum(jnp.sum(w * out) for w, out in zip(weights, outs, strict=False)), outs
 
-        return jax.jit(jax.grad(loss, (0, 1) if y is None else (0, 1, 2), has_aux=True))(
-            params, x, y
-        )
+        of = (0, 1) if y is None else (0, 1, 2, 3)
+        return jax.jit(jax.grad(loss, of, has_aux=True))(params, x, y, y_bias)
 
     got, want = output_and_gradients(kernel), output_and_gradients(plain_norm)
     assert jax.tree.map(lambda z: z.dtype, got) == jax.tree.map(lambda z: z.dtype, want)
@@ -141,25 +157,26 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes, 
 @pytest.mark.parametrize("added", [None, "float32", "bfloat16"])
 def test_a_residual_and_its_gradient_are_added_in_the_norms_kernel(dtype, added, norm):
     x, y, *weights = np.random.default_rng(0).normal(size=(5, 2, 37, 24)).astype(np.float32)
+    y_bias = None if added is None else weights[2][0, 0]
     y = None if added is None else jnp.asarray(y, added)
     params = {"scale": weights[0][0, 0], "bias": weights[1][0, 0]}
     if norm is layers.RMSNorm:
         del params["bias"]
 
-    def loss(params, x, y, impl):
-        normed, x = norm(1e-3, dtype, impl).with_residual(params, x, y)
+    def loss(params, x, y, y_bias, impl):
+        normed, x = norm(1e-3, dtype, impl).with_residual(params, x, y, y_bias)
         assert (normed.dtype, x.dtype) == (dtype, jnp.float32)
         return jnp.sum(weights[0] * normed) + jnp.sum(weights[1] * jnp.sin(x)), (normed, x)
 
-    of = (0, 1) if y is None else (0, 1, 2)
+    of = (0, 1) if y is None else (0, 1, 2, 3)
     by_kernel, plainly = (
         functools.partial(jax.grad(loss, of, has_aux=True), impl=i) for i in (KERNEL, "xla")
     )
-    got, want = (jax.jit(f)(params, x, y) for f in (by_kernel, plainly))
+    got, want = (jax.jit(f)(params, x, y, y_bias) for f in (by_kernel, plainly))
     assert jax.tree.map(lambda z: z.dtype, got) == jax.tree.map(lambda z: z.dtype, want)
     assert_trees_close(got, want, 1e-5 if {dtype, added} <= {"float32", None} else 2e-2)
-    assert "add_any" in str(jax.make_jaxpr(plainly)(params, x, y))
-    assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x, y))
+    assert "add_any" in str(jax.make_jaxpr(plainly)(params, x, y, y_bias))
+    assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x, y, y_bias))
 
 
 @pytest.mark.parametrize("n_rows, kernels", [(1, 1), (2, 0), (4095, 0), (4096, 1)])

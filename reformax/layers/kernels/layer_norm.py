@@ -5,7 +5,9 @@ of these kernels holds a row in registers while it sums it up and writes it out.
 adds the two inputs again, so that no sum is kept. Each of its programs takes some neighbouring rows
 and writes their sums, for the gradients of scale and bias, to one row. A residual connection also
 reads the sum of the inputs. The forward pass then writes the sum, and the backward pass reads it
-instead of the inputs and adds the gradient from its other readers.
+instead of the inputs and adds the gradient from its other readers. A sublayer's last bias is added
+here too, and not by the sublayer, because its gradient is one more sum of rows that the backward
+pass holds.
 
 Letters as in `reformax.layers.layer_norm`; R rows, P programs of the backward pass.
 """
@@ -39,6 +41,7 @@ class LayerNormInputs(NamedTuple):
     y: Float[Array, "R D"] | None  # what is added to `x`
     scale: Float[Array, " D"]
     bias: Float[Array, " D"] | None  # None: the norm is RMSNorm, which subtracts no mean either
+    y_bias: Float[Array, " D"] | None = None  # what is added to each row of `y`
 
 
 class LayerNormOptions(NamedTuple):
@@ -47,7 +50,7 @@ class LayerNormOptions(NamedTuple):
     Attributes:
       epsilon: what is added to the variance.
       dtypes: the dtype of each output.
-      pass_on: whether `x + y` is returned too. The backward pass then adds the gradient of what
+      pass_on: whether the sum is returned too. The backward pass then adds the gradient of what
         else reads it.
       interpret: whether to run anywhere, slowly.
     """
@@ -77,18 +80,21 @@ class NormRows(NamedTuple):
         """A row of a matrix, or a vector, in float32, zeros after the end."""
         return load(ref.at[(*row, self._column)], self._mask, 0.0).astype(jnp.float32)
 
-    def store(self, ref, value: Array, row) -> None:
+    def store(self, ref, value: Array, *row) -> None:
         """Writes a row."""
-        pltriton.store(ref.at[row, self._column], value.astype(ref.dtype), mask=self._mask)
+        pltriton.store(ref.at[(*row, self._column)], value.astype(ref.dtype), mask=self._mask)
 
     def mean(self, x: Array) -> Array:
         """The mean of a row."""
         return jnp.sum(x) * (1.0 / self.size)
 
     def added(self, inputs: LayerNormInputs, row) -> Array:
-        """The row of `x + y`."""
+        """The row of `x + y + y_bias`, which `x` already is where there is no `y`."""
         x = self.load(inputs.x, row)
-        return x if inputs.y is None else x + self.load(inputs.y, row)
+        if inputs.y is None:
+            return x
+        x += self.load(inputs.y, row)
+        return x if inputs.y_bias is None else x + self.load(inputs.y_bias)
 
     def normalised(self, x: Array) -> tuple[Array, Array]:
         """A row less its mean, if that is subtracted, of unit mean square; and the factor."""
@@ -117,14 +123,13 @@ def _forward_kernel(inputs: LayerNormInputs, outputs: tuple, total, *, rows: Nor
 def _backward_kernel(
     inputs: LayerNormInputs, d_outputs: tuple, d_sum, d_inputs, sums, *, rows: NormRows
 ):
-    n_rows, n_programs = inputs.x.shape[0], sums[0].shape[0]
+    n_rows, (n_sums, n_programs, _) = inputs.x.shape[0], sums.shape
     program = pl.program_id(0)
     per_program = pl.cdiv(n_rows, n_programs)
     first = program * per_program
     scale = rows.load(inputs.scale)
 
-    def differentiate(row, sums):
-        d_scale, *d_bias = sums
+    def differentiate(row, found):
         x, factor = rows.normalised(rows.added(inputs, row))
         d_out = sum(rows.load(ref, row) for ref in d_outputs)
         d = d_out * scale
@@ -133,12 +138,19 @@ def _backward_kernel(
         d = d if d_sum is None else d + rows.load(d_sum, row)
         for ref in d_inputs:
             rows.store(ref, d, row)
-        return d_scale + d_out * x, *(d + d_out for d in d_bias)
+        of_weights = d_out * x, d_out, d
+        given = (y for y, w in zip(of_weights, weights_of(inputs), strict=True) if w is not None)
+        return tuple(total + y for total, y in zip(found, given, strict=True))
 
     last = jnp.minimum(first + per_program, n_rows)
-    found = lax.fori_loop(first, last, differentiate, (jnp.zeros_like(scale),) * len(sums))
-    for ref, value in zip(sums, found, strict=True):
-        rows.store(ref, value, program)
+    found = lax.fori_loop(first, last, differentiate, (jnp.zeros_like(scale),) * n_sums)
+    for i, value in enumerate(found):
+        rows.store(sums, value, i, program)
+
+
+def weights_of(inputs: LayerNormInputs) -> tuple[Any, Any, Any]:
+    """Those inputs that are one row for all: each has a sum over rows for its gradient."""
+    return inputs.scale, inputs.bias, inputs.y_bias
 
 
 def _launch(
@@ -169,7 +181,7 @@ def _launch(
 def normalize(
     options: LayerNormOptions, inputs: LayerNormInputs
 ) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
-    """The layer norm of `x + y` in each of the dtypes, and the sum if `options.pass_on`.
+    """The layer norm of `x + y + y_bias` in each of the dtypes, and the sum if `options.pass_on`.
 
     The sum has the dtype of `x`.
     """
@@ -198,7 +210,7 @@ normalize.defvjp(_normalize_forward, _normalize_backward)
 def forward(
     inputs: LayerNormInputs, options: LayerNormOptions
 ) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
-    """The layer norm of `x + y`, in each of the dtypes, and the sum if `options.pass_on`."""
+    """The layer norm of the sum, in each of the dtypes, and the sum if `options.pass_on`."""
     shapes = tuple(jax.ShapeDtypeStruct(inputs.x.shape, dtype) for dtype in options.dtypes)
     makes_sum = options.pass_on and inputs.y is not None
     total = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype) if makes_sum else None
@@ -222,23 +234,23 @@ def backward(
     Args:
       inputs: those of `forward`, or the sum as `x` without `y`.
       d_outputs: of the norms.
-      d_sum: the gradient of `x + y` from elsewhere, in the dtype of `x`; None is 0.
+      d_sum: the gradient of the sum from elsewhere, in the dtype of `x`; None is 0.
       epsilon, interpret: of the options.
       dtypes: of the arrays that were added.
     """
     n_rows, size = inputs.x.shape
     n_programs = min(n_rows, N_PROGRAMS)
-    part = jax.ShapeDtypeStruct((n_programs, size), jnp.float32)
-    weights = [w for w in (inputs.scale, inputs.bias) if w is not None]
+    weights = [w for w in weights_of(inputs) if w is not None]
+    parts = jax.ShapeDtypeStruct((len(weights), n_programs, size), jnp.float32)
     like_x = tuple(jax.ShapeDtypeStruct(inputs.x.shape, x) for x in dtypes)
-    shapes = like_x, (part,) * len(weights)
+    shapes = like_x, parts
     others = d_outputs, d_sum
     # `d_x`, the first output, overwrites `d_sum`, the last input.
     aliases = {} if d_sum is None else {len(jax.tree.leaves((inputs, others))) - 1: 0}
     (d_x, *d_y), sums = _launch(
         _backward_kernel, inputs, others, shapes, n_programs, epsilon, interpret, aliases
     )
-    d_scale, *d_bias = (
-        jnp.sum(x, axis=0).astype(like.dtype) for x, like in zip(sums, weights, strict=True)
-    )
-    return LayerNormInputs(d_x, d_y[0] if d_y else None, d_scale, d_bias[0] if d_bias else None)
+    both = zip(jnp.sum(sums, axis=1), weights, strict=True)
+    found = iter([total.astype(like.dtype) for total, like in both])
+    of_weights = (None if w is None else next(found) for w in weights_of(inputs))
+    return LayerNormInputs(d_x, d_y[0] if d_y else None, *of_weights)

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import LOWEST, launch, load, power_of_two
+from reformax.ops.kernels.triton.common import LOG2_E, LOWEST, launch, load, power_of_two
 
-# Numbers that a program holds, and its warps.
-BLOCK, WARPS = 8192, 32
+# Numbers that a program holds, and its warps; and the neighbours that a thread reads at once.
+BLOCK, WARPS, GROUP = 8192, 32, 8
 
 
 class Results(NamedTuple):
@@ -49,42 +49,55 @@ def _kernel(logits, targets, weights, *results, block: int, label_smoothing: flo
     results = Results(*results)
     # The gradient may overwrite the logits: each is read before it is overwritten.
     target, weight = load(targets.at[row], None), load(weights.at[row], None)
-    pltriton.store(results.target.at[row], load(logits.at[row, target], None).astype(jnp.float32))
+    target_logit = load(logits.at[row, target], None).astype(jnp.float32)
+    pltriton.store(results.target.at[row], target_logit)
     n_blocks = pl.cdiv(size, block)
-    lane = jnp.arange(block, dtype=jnp.int32)
+    group = jnp.arange(block // GROUP, dtype=jnp.int32)
+    lane = group[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None, :]
 
-    def read(i, other):
-        column = i * block + lane
+    def read(first, other):
+        column = first + lane
         mask = None if size % block == 0 else column < size
         return column, mask, load(logits.at[row, column], mask, other).astype(jnp.float32)
 
-    # Every lane has a softmax of its own columns: nothing is exchanged within the loop.
+    # Every group of lanes, which one thread has, has a softmax of its own columns: nothing is
+    # exchanged within the loop.
     def gather(i, state):
-        lane_max, lane_sum, best, total = state
-        column, mask, x = read(i, -jnp.inf)
-        # One exponential: of the two, the larger number's is 1.
-        higher, smaller = x > lane_max, jnp.exp(-jnp.abs(x - lane_max))
-        lane_sum = jnp.where(higher, lane_sum * smaller + 1, lane_sum + smaller)
+        group_max, group_sum, best, total = state
+        _, mask, x = read(i * block, -jnp.inf)
+        higher = jnp.maximum(group_max, jnp.max(x, axis=1))
+        scaled = jnp.exp2(x * LOG2_E - (higher * LOG2_E)[:, None])
+        decay = jnp.exp2((group_max - higher) * LOG2_E)
+        group_sum = group_sum * decay + jnp.sum(scaled, axis=1)
+        best = jnp.where(higher > group_max, i, best)
         if label_smoothing:
-            total += x if mask is None else jnp.where(mask, x, 0.0)
-        return jnp.where(higher, x, lane_max), lane_sum, jnp.where(higher, column, best), total
+            total += jnp.sum(x if mask is None else jnp.where(mask, x, 0.0), axis=1)
+        return higher, group_sum, best, total
 
-    zeros = jnp.zeros(block, jnp.float32)
-    start = jnp.full(block, LOWEST, jnp.float32), zeros, lane, zeros
-    lane_max, lane_sum, columns, totals = lax.fori_loop(0, n_blocks, gather, start)
-    row_max = jnp.max(lane_max)
-    lse = row_max + jnp.log(jnp.sum(lane_sum * jnp.exp(lane_max - row_max)))
+    zeros = jnp.zeros(block // GROUP, jnp.float32)
+    start = jnp.full_like(zeros, LOWEST), zeros, jnp.zeros_like(group), zeros
+    group_max, group_sum, best, totals = lax.fori_loop(0, n_blocks, gather, start)
+    row_max = jnp.max(group_max)
+    lse = row_max + jnp.log(jnp.sum(group_sum * jnp.exp2((group_max - row_max) * LOG2_E)))
     pltriton.store(results.lse.at[row], lse)
-    pltriton.store(results.best.at[row], jnp.min(jnp.where(lane_max == row_max, columns, size)))
+    # A group's first largest logit is in the block that it has noted.
+    column, _, x = read((best * block)[:, None], -jnp.inf)
+    pltriton.store(results.best.at[row], jnp.min(jnp.where(x == row_max, column, size)))
     pltriton.store(results.total.at[row], jnp.sum(totals))
 
     grown = weight * (1 + 2 * z_loss * lse) if z_loss else weight
+    scaled_lse = lse * LOG2_E
+
+    def softmax(x):
+        return jnp.exp2(x * LOG2_E - scaled_lse) * grown
+
+    d_target = softmax(target_logit) - (1 - label_smoothing) * weight
 
     def write(i, nothing):
-        column, mask, x = read(i, 0.0)
-        d = jnp.exp(x - lse) * grown
-        d -= jnp.where(column == target, (1 - label_smoothing) * weight, 0.0)
-        d -= label_smoothing / size * weight
+        column, mask, x = read(i * block, 0.0)
+        d = jnp.where(lane == target - i * block, d_target, softmax(x))
+        if label_smoothing:
+            d -= label_smoothing / size * weight
         view = results.d_logits.at[row, column]
         pltriton.store(view, d.astype(results.d_logits.dtype), mask=mask)
         return nothing
