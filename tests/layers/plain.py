@@ -13,8 +13,8 @@ from reformax.ops import local, lsh
 def init(layer, *shapes, seed=0):
     """Parameters of a layer's names and shapes, none of them at its initial 0 or 1.
 
-    They are NumPy's: XLA would compile for half a second to draw those of one model, and a program
-    for every shape to change them.
+    NumPy draws them: XLA would compile for half a second to draw those of one model, and
+    `jnp.asarray` a program for each shape.
     """
     rng = np.random.default_rng(seed)
 
@@ -24,7 +24,7 @@ def init(layer, *shapes, seed=0):
         glorot = np.sqrt(2 / (sum(like.shape[-2:]) or 2))
         width = {"w": glorot, "e": 0.3, "a": 0.3}.get(name[:1], 0.1)
         array = width * rng.normal(size=like.shape) + (name == "scale")
-        return array.astype(like.dtype)
+        return jax.device_put(array.astype(like.dtype))
 
     return jax.tree_util.tree_map_with_path(
         draw, jax.eval_shape(lambda: layer.init_params(jax.random.PRNGKey(seed), *shapes))
