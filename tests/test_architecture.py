@@ -85,12 +85,12 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(source: str, package: str) -> Iterator[str]:
-    """Dotted names that `source`, a module of `package`, imports anywhere, functions included.
+def imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Dotted names that `tree`, a module of `package`, imports anywhere, functions included.
 
     `from a import b` gives `a.b`: whether b is a module cannot be read off the source.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -114,7 +114,7 @@ def parsed(path: Path) -> ast.Module:
 def imports_of(path: Path) -> tuple[str, ...]:
     """Dotted names that the module at `path` imports."""
     package = module_name(path if path.name == "__init__.py" else path.parent / "__init__.py")
-    return tuple(imports(path.read_text(), package))
+    return tuple(imports(parsed(path), package))
 
 
 def roots_of(path: Path) -> set[str]:
@@ -133,7 +133,7 @@ def lazily():
     import j
     importlib.import_module("k.l")
 """
-    found = set(imports(source, "reformax.ops"))
+    found = set(imports(ast.parse(source), "reformax.ops"))
     expected = {"a.b", "c.d", "reformax.ops.e", "reformax.ops.f.g", "reformax.h.i", "j", "k.l"}
     assert found == expected
 
@@ -234,22 +234,24 @@ def test_the_package_of_ops_has_every_op():
     assert named == {name for name in reformax.ops.__all__ if name.islower()}
 
 
-def test_the_package_of_ops_imports_an_op_that_is_asked_for():
-    code = "import sys, reformax.ops as ops; assert 'reformax.ops.lsh' not in sys.modules; "
-    code += "ops.lsh.lsh(); from reformax.ops import *; smyrf.smyrf(); ops.Dims(1, 1, 1, 1)"
+def test_the_package_and_its_ops_import_what_is_asked_for():
+    """As a notebook does, which completes names by `dir`."""
+    code = """
+import sys, reformax
+assert 'jax' not in sys.modules
+import reformax.ops as ops
+assert 'reformax.ops.lsh' not in sys.modules
+ops.lsh.lsh()
+from reformax.ops import *
+smyrf.smyrf(); ops.Dims(1, 1, 1, 1)
+reformax.layers.Attention(reformax.ops.lsh.lsh()); reformax.models.ReformerLM(256)
+[getattr(reformax, x) for x in dir(reformax)]; reformax.training; reformax.nn.op_of
+"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     assert set(reformax.ops.__all__) <= set(dir(reformax.ops))
+    assert {"layers", "models", "load_run"} <= set(dir(reformax))
     with pytest.raises(AttributeError, match="^module 'reformax.ops' has no attribute 'fsyrm'$"):
         _ = reformax.ops.fsyrm
-
-
-def test_the_package_imports_a_part_that_is_asked_for():
-    """As a notebook does, which completes names by `dir`."""
-    code = "import sys, reformax; assert 'jax' not in sys.modules; "
-    code += "reformax.layers.Attention(reformax.ops.lsh.lsh()); reformax.models.ReformerLM(256); "
-    code += "[getattr(reformax, x) for x in dir(reformax)]; reformax.training; reformax.nn.op_of"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-    assert {"layers", "models", "load_run"} <= set(dir(reformax))
     with pytest.raises(AttributeError, match="^module 'reformax' has no attribute 'layer'$"):
         _ = reformax.layer
 

@@ -36,7 +36,8 @@ BYTES = spec_of(Op("dense", {}))
 
 
 def layer_of(op, n_heads=2):
-    q, k = 3 * jax.random.normal(jax.random.key(1), (2, 1, LENGTH, n_heads, 8))
+    q, k = np.random.default_rng(1).normal(scale=3, size=(2, 1, LENGTH, n_heads, 8))
+    q, k = q.astype(np.float32), k.astype(np.float32)
     return coverage.Layer(0, op, q, None if op.shared_qk else k)
 
 
@@ -59,7 +60,7 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     op, layer, rng = row.op(), layer_of(of_layer), jax.random.key(2)
     q, k = coverage._vectors(op, layer)
     options = dict(segment_ids=None, causal=True, rng=rng, train=False)
-    plan = op.plan((), q, k, **options)
+    plan = jax.jit(lambda q, k: op.plan((), q, k, **options))(q, k)
     shape = Shape(1, LENGTH, LENGTH, 2)
     shown = row.counts(row.first, plan, shape, True, None) > 0
 

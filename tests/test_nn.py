@@ -20,7 +20,7 @@ LENGTHS = jnp.array([T, 29])
 def inputs(n_queries=T, n_keys=T, n_kv_heads=G):
     rng = np.random.default_rng(0)
     shapes = (n_queries, N), (n_keys, n_kv_heads), (n_keys, n_kv_heads)
-    return tuple(jnp.asarray(rng.normal(size=(B, *s, H)), jnp.float32) for s in shapes)
+    return tuple(jax.device_put(rng.normal(size=(B, *s, H)).astype(jnp.float32)) for s in shapes)
 
 
 def value_and_gradients(function, arrays, rows=None, **call):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 Path = tuple[str, ...]  # keys from a model's parameters down
@@ -164,7 +164,7 @@ def read(
     table: Sequence[Tensor],
     tensors: Mapping[str, Any],
     where: str,
-    put: Callable[[np.ndarray], Any] = jnp.asarray,
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> Any:
     """The parameters of a model, float32, from tensors of the other format.
 

@@ -150,7 +150,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
 
 
 def test_errors():
-    model, params = build((OPS["linear"], dense.dense()))
+    model, params = build(dense.dense(), n_layers=1)
     state = generation.read(model, params, [[1, 2, 3]], max_length=9)
     for message, call in (
         ("^state has room for texts of 9 tokens, and prompts and new tokens make 10: read the text",
@@ -178,7 +178,7 @@ def test_angles_that_change_are_refused_in_pieces():
         rotary_short_factors=(1.0, 1.0),
         rotary_long_factors=(1.0, 2.0),
     )
-    model, params = build((dense.dense(), dense.dense()), design=Design(**rotary))
+    model, params = build(dense.dense(), n_layers=1, design=Design(**rotary))
     refusal = "and not all are read at once: it would pass rotary_trained_length=20"
     with pytest.raises(SettingError, match=f"^prompts has a text of 37 tokens, {refusal}"):
         generation.generate(model, params, [LONG], 2, prompt_piece=8)

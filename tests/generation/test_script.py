@@ -22,11 +22,11 @@ RUN = """
 from __gin__ import dynamic_registration
 from reformax.data import text
 from reformax.models import lm
-from reformax.ops import lsh
+from reformax.ops import local
 from reformax.training import loop
 from reformax.training import optimizer
 
-loop.train.model = @lm.ReformerLM
+loop.train.model = @lm.TransformerLM
 loop.train.task = @text.text()
 text.text.data_dir = 'corpus.txt'
 loop.train.optimizer = @optimizer.adamw()
@@ -34,17 +34,16 @@ optimizer.adamw.learning_rate = 1e-2
 loop.train.steps = 3
 loop.train.batch_size = 8
 loop.train.length = 32
-lm.ReformerLM.vocab_size = 256
-lm.ReformerLM.d_model = 8
-lm.ReformerLM.d_ff = 16
-lm.ReformerLM.d_attention_key = 4
-lm.ReformerLM.d_attention_value = 4
-lm.ReformerLM.n_layers = 1
-lm.ReformerLM.n_heads = 2
-lm.ReformerLM.dropout = 0.0
-lm.ReformerLM.attention_type = @lsh.lsh()
-lsh.lsh.chunk_len = 8
-lsh.lsh.n_hashes = 2
+lm.TransformerLM.vocab_size = 256
+lm.TransformerLM.d_model = 8
+lm.TransformerLM.d_ff = 16
+lm.TransformerLM.d_attention_key = 4
+lm.TransformerLM.d_attention_value = 4
+lm.TransformerLM.n_layers = 1
+lm.TransformerLM.n_heads = 2
+lm.TransformerLM.dropout = 0.0
+lm.TransformerLM.attention_type = @local.local()
+local.local.chunk_len = 8
 """
 
 
@@ -153,7 +152,7 @@ def test_flags_are_heeded(run):
     assert text("--temperature=0") == text("--top_k=1", "--seed=5")
     for more in ("--seed=1", "--temperature=0.1", "--top_p=0.01", "--max_new_tokens=25"):
         assert text(more) != base, more
-    assert text("--config=lm.ReformerLM.dtype='bfloat16'")
+    assert text("--config=lm.TransformerLM.dtype='bfloat16'")
     _, _, err = run(*FLAGS, "--prompt=das ", "--config=loop.train.steps=9")
     assert "note: --config='loop.train.steps=9' sets something" in err
 
@@ -216,7 +215,7 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         (["--prompt_file=nothing.txt"], "No such file"),
         (["--output_dir=numbers", "--prompt=text"], "prompt is 'text': this is no model of bytes"),
         (["--output_dir=numbers", "--prompt=128"], "prompts[0] has tokens from 128 to 128"),
-        (["--config=lm.ReformerLM.d_modle=4"], "did you mean d_model"),
+        (["--config=lm.TransformerLM.d_modle=4"], "did you mean d_model"),
         (["--png=a.png", "--chat"], "--chat: --png draws images, which answer nobody"),
     ],
 )

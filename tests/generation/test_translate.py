@@ -85,7 +85,7 @@ def next_log_p(name, source, tokens):
     target[0, len(tokens)] = 3  # the token looked for, which its own prediction does not read
     segment_ids = (np.arange(target.shape[1]) <= len(tokens)).astype(np.int32)[None]
     log_p = forward(name)(source_row, target, (source_row > 0).astype(np.int32), segment_ids)
-    return np.asarray(log_p[0, len(tokens)], np.float64)
+    return np.asarray(log_p, np.float64)[0, len(tokens)]
 
 
 def penalty(n, alpha):

@@ -25,7 +25,7 @@ from reformax.models import seq2seq
 from reformax.training import loop
 from reformax.training import optimizer
 
-loop.train.model = @seq2seq.Reformer
+loop.train.model = @seq2seq.Transformer
 loop.train.task = @text_pairs.text_pairs()
 text_pairs.text_pairs.data_dir = 'pairs'
 text_pairs.text_pairs.vocab_size = 16
@@ -38,12 +38,12 @@ optimizer.adam.learning_rate = 3e-2
 loop.train.steps = 60
 loop.train.batch_size = 8
 loop.train.length = 16
-seq2seq.Reformer.input_vocab_size = 16
-seq2seq.Reformer.d_model = 8
-seq2seq.Reformer.d_ff = 8
-seq2seq.Reformer.n_encoder_layers = 1
-seq2seq.Reformer.n_decoder_layers = 1
-seq2seq.Reformer.n_heads = 2
+seq2seq.Transformer.input_vocab_size = 16
+seq2seq.Transformer.d_model = 8
+seq2seq.Transformer.d_ff = 8
+seq2seq.Transformer.n_encoder_layers = 1
+seq2seq.Transformer.n_decoder_layers = 1
+seq2seq.Transformer.n_heads = 2
 """
 WORDS = ["abba", "cab", "a b c", "", "dach", "bad gag"]
 FAST = ["--beam_size=2", "--max_extra=3"]

@@ -13,9 +13,10 @@ from reformax.ops import local, lsh
 def init(layer, *shapes, seed=0):
     """Parameters of a layer's names and shapes, none of them at its initial 0 or 1.
 
-    NumPy draws them: XLA would compile for half a second to draw those of one model.
+    NumPy draws them: XLA would compile for half a second to draw those of one model, and
+    `jnp.asarray` a program for each shape.
     """
-    key, rng = jax.random.PRNGKey(seed), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def draw(path, like):
         name = getattr(path[-1], "key", "")
@@ -23,10 +24,10 @@ def init(layer, *shapes, seed=0):
         glorot = np.sqrt(2 / (sum(like.shape[-2:]) or 2))
         width = {"w": glorot, "e": 0.3, "a": 0.3}.get(name[:1], 0.1)
         array = width * rng.normal(size=like.shape) + (name == "scale")
-        return jnp.asarray(array, like.dtype)
+        return jax.device_put(array.astype(like.dtype))
 
     return jax.tree_util.tree_map_with_path(
-        draw, jax.eval_shape(lambda: layer.init_params(key, *shapes))
+        draw, jax.eval_shape(lambda: layer.init_params(jax.random.PRNGKey(seed), *shapes))
     )
 
 
@@ -128,11 +129,12 @@ def assert_decodes(layer, params, x, lengths, whole, rng):
         lambda x, lengths: layer.prefill(params, x, lengths, x.shape[1] + n_steps, rng)[:2]
     )
     out, cache = prefill(prompt, lengths)
+    out, whole = np.asarray(out), np.asarray(whole)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(out[row, :length], whole[row, :length], atol=1e-5)
     merged = jax.jit(lambda params: layer.for_decoding(params, "float32"))(params)
     step = jax.jit(layer.step)
     for position in (lengths + n for n in range(n_steps)):
         out, cache = step(merged, x[rows, position][:, None], cache, position)
-        np.testing.assert_allclose(out[:, 0], whole[rows, position], atol=1e-5)
+        np.testing.assert_allclose(np.asarray(out)[:, 0], whole[rows, position], atol=1e-5)
     return cache

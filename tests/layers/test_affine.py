@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 
 
 def drawn(*shape, dtype="float32"):
-    return jnp.asarray(RNG.normal(size=shape), dtype)
+    return RNG.normal(size=shape).astype(dtype)
 
 
 def equation(x, w, b, norm, activation, added):

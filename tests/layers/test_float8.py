@@ -149,7 +149,7 @@ def test_delayed_scales_are_as_exact_as_fp8():
     """Relative errors below the formats' spacing: 2^-4 of a number in e4m3, 2^-3 in e5m2."""
     rng = np.random.default_rng(0)
     x, w, dy = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        jax.device_put(rng.normal(size=shape).astype(jnp.float32))
         for shape in ((4, 33, 64), (64, 48), (4, 33, 48))
     )
     y, dx, dw, change = delayed(x, w, dy, float8.history(2))
@@ -183,7 +183,7 @@ def test_several_products_of_one_array_are_those_of_each():
     ids=["kernels", "gated", "chunks"],
 )
 def test_a_layers_histories_have_its_largest_numbers(options):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 16)), jnp.bfloat16)
+    x = jax.device_put(np.random.default_rng(0).normal(size=(2, 8, 16)).astype(jnp.bfloat16))
     layer = layers.FeedForward(32, float8=True, amax_history=2, **options)
     params = plain.init(layer, x.shape)
     params[float8.HISTORY] = {name: float8.history(2) for name in params[float8.HISTORY]}
@@ -206,7 +206,7 @@ def test_a_layers_histories_have_its_largest_numbers(options):
 def test_scales_suit_the_one_part_of_a_batch_that_has_targets():
     """Of 16 chunks only the last has a gradient, none of which is beyond the format's range."""
     rng = np.random.default_rng(0)
-    x, dy = (jnp.asarray(rng.normal(size=(2, n, 16)), jnp.float32) for n in (32, 2))
+    x, dy = (jax.device_put(rng.normal(size=(2, n, 16)).astype(jnp.float32)) for n in (32, 2))
     found = {}
     for size in (0, 2):
         layer = layers.FeedForward(32, chunk_size=size, float8=True, amax_history=1)
@@ -250,7 +250,7 @@ def test_the_kernels_that_round_the_hidden_layer_are_the_same_function(length, d
     """Also where tiles are not full, with dropout, a bias, and a second step's scales."""
     rng = np.random.default_rng(0)
     # In float32, for the array operations round the hidden layer to the dtype of `x` first.
-    x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.float32)
+    x = jax.device_put(rng.normal(size=(2, length, 16)).astype(jnp.float32))
     options = dict(hidden_dropout=rate, float8=True, amax_history=2)
     found = []
     for impl in (INTERPRETED, "xla"):
@@ -276,7 +276,7 @@ def test_the_kernels_that_round_the_hidden_layer_are_the_same_function(length, d
 
 @pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 def test_layers_round_in_training_alone(impl):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 16)), jnp.bfloat16)
+    x = jax.device_put(np.random.default_rng(0).normal(size=(2, 9, 16)).astype(jnp.bfloat16))
 
     def gradients(**options):
         layer = layers.FeedForward(32, impl=impl, **options)

@@ -17,8 +17,8 @@ def on_gpu(monkeypatch):
 @pytest.mark.parametrize("sizes", [(3,), (3, 5), (4, 4, 2)])
 def test_products_and_their_derivatives_are_the_plain_ones(sizes):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 7, 6)), jnp.float32)
-    matrices = [jnp.asarray(rng.normal(size=(6, n)), jnp.float32) for n in sizes]
+    x = jax.device_put(rng.normal(size=(2, 7, 6)).astype(jnp.float32))
+    matrices = [jax.device_put(rng.normal(size=(6, n)).astype(jnp.float32)) for n in sizes]
 
     def loss(multiply):
         return lambda x, matrices: sum(jnp.sum(jnp.sin(y)) for y in multiply(x, matrices))

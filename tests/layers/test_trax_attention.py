@@ -15,14 +15,14 @@ from tests.layers import plain
 
 LENGTH = 32
 SIZES = dict(n_heads=2, d_qk=8, d_v=4)
-X = jax.random.normal(jax.random.PRNGKey(0), (2, LENGTH, 16))
-MASK = jnp.arange(LENGTH) < jnp.array([[20], [LENGTH]])
+X = np.random.default_rng(0).normal(size=(2, LENGTH, 16)).astype(np.float32)
+MASK = np.arange(LENGTH) < np.array([[20], [LENGTH]])
 RNG = jax.random.PRNGKey(3)
 
 
 def run(layer, mask, rows):
     """`((rows of the output, new state), (gradient of x, gradients of the weights))`."""
-    cotangent = rows[..., None] * jax.random.normal(jax.random.PRNGKey(9), X.shape)
+    cotangent = rows[..., None] * np.random.default_rng(9).normal(size=X.shape).astype(np.float32)
 
     def total(x, weights):
         inputs = x if mask is None else (x, mask)
@@ -35,8 +35,8 @@ def run(layer, mask, rows):
 
 def assert_equals_trax(ours, theirs, masked=False, rows=None):
     """Outputs at `rows`, the state, and the gradients of those outputs."""
-    mask = MASK if masked else None
-    rows = jnp.ones(X.shape[:2], bool) if rows is None else rows
+    mask = jax.device_put(MASK) if masked else None
+    rows = np.ones(X.shape[:2], bool) if rows is None else rows
     rows = rows & MASK if masked else rows  # padding has other values
     inputs = signature(X if mask is None else (X, mask))
     theirs.init(inputs, rng=jax.random.PRNGKey(1))
@@ -97,7 +97,7 @@ def test_lsh_self_attention(options):
     if options["chunk_len"] == LENGTH:
         # One chunk sees itself twice in Trax's circle, and with it the first position, which sees
         # nothing else; by float32's rounding at -100,000 that is not the same as once.
-        rows = jnp.arange(LENGTH)[None] > 0
+        rows = np.arange(LENGTH)[None] > 0
     options = dict(SIZES, **options)
     masked = options.get("masked", False)
     ours, theirs = LSHSelfAttention(**options), tl.LSHSelfAttention(**options)
@@ -159,7 +159,7 @@ def dropping(n_parallel_heads, **options):
 def test_the_backward_pass_attends_to_what_the_forward_pass_did():
     layer = dropping(1)
     layer.init(signature((X, MASK)), rng=jax.random.PRNGKey(1))
-    grad = jax.random.normal(jax.random.PRNGKey(9), X.shape)
+    grad = np.random.default_rng(9).normal(size=X.shape).astype(np.float32)
 
     @jax.jit
     def forward(state):

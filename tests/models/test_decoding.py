@@ -104,10 +104,10 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
     prompt = np.where(np.arange(n_prompt) < lengths[:, None], tokens[:, :n_prompt], 7)
     start, step = programs(model, capacity)
     logits, decoding = start(params, prompt, lengths)
-    params = model.for_decoding(params)
+    params = jax.jit(model.for_decoding)(params)
     found, rows = {}, np.arange(len(lengths))
     for n in range(tokens.shape[1] - lengths.max() + 1):
-        found |= {(b, lengths[b] + n): np.asarray(logits[b]) for b in rows}
+        found |= {(b, lengths[b] + n): np.asarray(logits)[b] for b in rows}
         if lengths.max() + n < tokens.shape[1]:
             logits, decoding = step(params, tokens[rows, lengths + n], decoding)
     return found

@@ -17,7 +17,7 @@ from reformax.layers import ReversibleStack, _trax, tl
 from reformax.models import ReformerLM, TransformerLM, designs
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.calls.dispatch import INTERPRETED
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, with_gradients
 from tests.layers import plain
 from tests.ops.rows import EXACT, ROWS, over
 
@@ -411,7 +411,7 @@ def test_bfloat16_is_near_float32(model_fn):
 
 
 @pytest.mark.parametrize(
-    "model_fn", [ReformerLM, pytest.param(TransformerLM, marks=pytest.mark.slow)]
+    "model_fn", [pytest.param(ReformerLM, marks=pytest.mark.slow), TransformerLM]
 )
 def test_gradients_of_float16_logits_may_be_small_or_large(model_fn):
     """A mean over many targets has both: it is a large sum, divided."""
@@ -552,8 +552,9 @@ def test_errors_of_axial_positions():
     with pytest.raises(ValueError, match=r"^axial positions of shape \(2, 4\) hold 8 .*, not 12:"):
         jax.eval_shape(too_small.apply, params, some_tokens(), RNG)
     uneven = ReformerLM(**SMALL, **AXIAL | dict(pos_d_axial_embs=(4, 5)))
-    with pytest.raises(ValueError, match=r"^d_embs \(4, 5\) add up to 9: expected 8$"):
-        uneven.init_params(RNG, (2, 8))
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda: uneven.init_params(RNG, (2, 8)))
+    assert str(error.value) == "d_embs (4, 5) add up to 9: expected 8"
 
 
 def test_in_trax():
@@ -577,7 +578,7 @@ def test_in_trax():
     )
     np.testing.assert_allclose(value, want_value, atol=1e-6)
     assert_trees_close(gradient[0], want, 1e-6)
-    assert all(np.any(g) for g in jax.tree.leaves(gradient))
+    assert all(np.any(g) for g in jax.tree.leaves(jax.device_get(gradient)))
     assert net(tokens).shape == (2, LENGTH, 16)
 
 
@@ -640,11 +641,11 @@ def test_logits_may_be_in_bfloat16(tied):
     rng = np.random.default_rng(0)
     x, d = (rng.normal(size=(3, 5, size)).astype(np.float32) for size in (8, 16))
     d = d.astype("bfloat16")
-    params = jax.jit(lambda: model.init_params(RNG, (1, 4)))()
+    params = plain.init(model, (1, 4))
     (narrow, back), (wide, wide_back) = (
-        jax.vjp(lambda p, x, to=to: model.logits(p, x, to), params, x)
+        with_gradients(lambda p, x, to=to: model.logits(p, x, to))(d, params, x)
         for to in ("bfloat16", "float32")
     )
     assert narrow.dtype == "bfloat16"
-    np.testing.assert_array_equal(narrow, wide.astype("bfloat16"))
-    jax.tree.map(np.testing.assert_array_equal, back(d), wide_back(d.astype("float32")))
+    np.testing.assert_array_equal(narrow, np.asarray(wide).astype("bfloat16"))
+    jax.tree.map(np.testing.assert_array_equal, back, wide_back)

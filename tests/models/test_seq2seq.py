@@ -90,10 +90,10 @@ def nats(model, params, inputs, weights):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("transformer", marks=pytest.mark.slow),
-        pytest.param("post-norm, axial", marks=pytest.mark.slow),
-        pytest.param("rotary", marks=pytest.mark.slow),
-        pytest.param("reformer", marks=pytest.mark.slow),
+        "transformer",
+        "post-norm, axial",
+        "rotary",
+        "reformer",
         "reformer, windows, two vocabularies",
     ],
 )
@@ -117,7 +117,7 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     # With exact=True the two now and then round to another multiple of the grid.
     assert_trees_close(got[1], want[1], 2e-3 if "windows" in name else 2e-5)
-    assert all(np.any(g) for g in jax.tree.leaves(got[1]))
+    assert all(np.any(g) for g in jax.tree.leaves(jax.device_get(got[1])))
 
 
 @pytest.mark.parametrize("name", ["transformer", "reformer"])
@@ -313,10 +313,11 @@ def test_every_step_is_that_of_the_forward(name):
     rows = np.repeat(np.arange(2), 2)
     # Automatic settings depend on the capacity.
     padded = np.pad(target, ((0, 0), (0, 3)))
-    want = jax.jit(model.apply)(params, source[rows], padded, rng=RNG)
+    want = np.asarray(jax.jit(model.apply)(params, source[rows], padded, rng=RNG))
     weights, capacity = model.for_decoding(params), padded.shape[1]
     start = jax.jit(lambda p, w, s: model.prefill(p, w, s, capacity, RNG))
     logits, decoding, memory = start(params, weights, source)
+    logits, decoding = jax.device_get((logits, decoding))
     logits, decoding = logits[rows], take_rows(decoding, rows)
     step = jax.jit(model.step)
     for t in range(target.shape[1]):
@@ -330,11 +331,13 @@ HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
 @pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
 def test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position(factory):
     layer = CrossAttention(factory(chunk_len=4, n_hashes=1), n_heads=2, d_qk=4, d_v=3, masked=True)
-    x, memory = (jax.random.normal(RNG, (2, n, 8)) for n in (1, 30))
+    numbers = np.random.default_rng(0)
+    x, memory = (numbers.normal(size=(2, n, 8)).astype(np.float32) for n in (1, 30))
     params = plain.init(layer, x.shape, memory.shape)
-    ones, ids = jnp.ones((2, 1), jnp.int32), jnp.ones((2, 30), jnp.int32).at[1, 20:].set(0)
+    ones, ids = np.ones((2, 1), np.int32), np.ones((2, 30), np.int32)
+    ids[1, 20:] = 0
     apply = jax.jit(layer.apply)
-    want = apply(params, x, memory, ones, ids, RNG)
+    want = np.asarray(apply(params, x, memory, ones, ids, RNG))
 
     @jax.jit
     def step(params, x, memory):
@@ -343,7 +346,8 @@ def test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position(factory):
         return layer.step(weights, x, heads, ids)
 
     np.testing.assert_allclose(step(params, x, memory), want, atol=1e-5)
-    changed = apply(params, x, memory.at[1, 20:].set(jnp.nan), ones, ids, RNG)
+    memory[1, 20:] = np.nan
+    changed = apply(params, x, memory, ones, ids, RNG)
     np.testing.assert_array_equal(changed, want)
     assert np.any(want, axis=-1).all()
 

@@ -1,5 +1,6 @@
 """The inputs of any op: its arrays, its own weights, its extra projections."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +59,14 @@ def draw(
         name: numbers(length, extra.n_heads, extra.size)
         for name, extra in op.extra_projections(dims).items()
     }
-    params = op.init(jax.random.key(seed), dims)
+    params = first_weights(op, dims, jax.random.key(seed))
     return Inputs(q, None if op.shared_qk else k, v, extra_projections or None, params)
+
+
+def first_weights(op: AttentionOp, dims: Dims, key):
+    """The weights that the op begins with, drawn in one program if there are any."""
+    first = functools.partial(op.init, dims=dims)
+    return jax.jit(first)(key) if jax.tree.leaves(jax.eval_shape(first, key)) else first(key)
 
 
 # The op's functions of inputs.

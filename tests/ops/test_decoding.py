@@ -44,7 +44,7 @@ def run(op, x, lengths, n_prompt, capacity):
     n_rows = len(lengths)
     total = x.q.shape[1]
     prompt = x.at(slice(None), slice(0, n_prompt))
-    segment_ids = jnp.asarray(np.arange(n_prompt) < lengths[:, None], jnp.int32)
+    segment_ids = (np.arange(n_prompt) < lengths[:, None]).astype(np.int32)
 
     @jax.jit
     def start(prompt, lengths):
@@ -64,7 +64,7 @@ def run(op, x, lengths, n_prompt, capacity):
         out, held = step(new, held, position)
         assert out.dtype == x.v.dtype
         assert jax.tree.map(jnp.shape, held) == shapes
-        outs |= {(b, t): np.asarray(out[b, 0]) for b, t in enumerate(position)}
+        outs |= {(b, t): np.asarray(out)[b, 0] for b, t in enumerate(position)}
         position = position + 1
     return outs
 
@@ -98,7 +98,7 @@ def test_a_step_is_the_last_row(row, data):
     x = draw(op, 2, total, seed=data.draw(st.integers(0, 2**31)))
     attend = forward(op, total)
     for (b, t), out in run(op, x, lengths, n_prompt, capacity=total).items():
-        want = attend(x, t + 1)[b, t]
+        want = np.asarray(attend(x, t + 1))[b, t]
         np.testing.assert_allclose(out, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
@@ -119,7 +119,7 @@ def test_bfloat16(row):
     x = draw(op, 1, 20, dtype=jnp.bfloat16)
     attend = forward(op, 20)
     for (b, t), out in run(op, x, lengths, n_prompt=5, capacity=20).items():
-        want = np.asarray(attend(x, t + 1)[b, t], np.float32)
+        want = np.asarray(attend(x, t + 1), np.float32)[b, t]
         np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=2e-2, atol=2e-2 * 3)
 
 
@@ -129,6 +129,7 @@ def test_all_steps_are_one_forward(row):
     op, lengths = row.op(), np.array([9, 4], np.int32)
     x = draw(op, 2, 37)
     whole = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(x)
+    whole = np.asarray(whole)
     for (b, t), out in run(op, x, lengths, n_prompt=9, capacity=37).items():
         np.testing.assert_allclose(out, whole[b, t], atol=1e-5)
 
@@ -137,7 +138,7 @@ def test_ordinary_lsh_at_once_is_another_function():
     """What `strictly_causal` is for: a later token moves a border, and an earlier row changes."""
     op, lengths = lsh.lsh(chunk_len=4, n_hashes=1, n_buckets=4), np.array([1], np.int32)
     x = draw(op, 1, 37)
-    whole = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY))(x)
+    whole = np.asarray(jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY))(x))
     outs = run(op, x, lengths, n_prompt=1, capacity=37)
     errors = [np.abs(out - whole[b, t]).max() for (b, t), out in outs.items()]
     assert max(errors) > 1e-2
@@ -227,6 +228,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
     for n in (4, 8, 13):
         so_far = x.at(slice(None), slice(0, n))
         want = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(so_far)
+        want = np.asarray(want)
         for b in range(2):
             if (b, n - 1) in outs:
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
@@ -265,17 +267,16 @@ def check_beams(op, heads):
         return want, got, copied, shared, origins
 
     copied = shared = start(prompt)
-    origins = jnp.zeros((n_groups, n_beams, capacity), jnp.int32)
+    take_rows = jax.jit(cache.take_rows)
+    origins = np.zeros((n_groups, n_beams, capacity), np.int32)
     for t in range(2, capacity):
         new = draw(op, n_rows, 1, seed=t, **heads)._replace(params=prompt.params)
         position = np.full(n_rows, t)
         want, got, copied, shared, origins = steps(new, copied, shared, origins, position)
         np.testing.assert_allclose(got, want, atol=1e-6)
         parents = rng.integers(n_beams, size=(n_groups, n_beams))
-        copied = cache.take_rows(
-            copied, (parents + n_beams * np.arange(n_groups)[:, None]).reshape(-1)
-        )
-        origins = jnp.take_along_axis(origins, parents[..., None], axis=1)
+        copied = take_rows(copied, (parents + n_beams * np.arange(n_groups)[:, None]).reshape(-1))
+        origins = np.take_along_axis(np.asarray(origins), parents[..., None], axis=1)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     rng, n_heads, n_keys = np.random.default_rng(0), 4, 90 if "index" in given else n_places
 
     def numbers(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
+        return jax.device_put(rng.normal(size=shape).astype(dtype))
 
     q, alone = numbers(2, 1, n_heads, sizes[0]), numbers(2, 1, n_heads, sizes[1])
     keys, values = (numbers(2, n_groups, n_keys, size) for size in sizes)
@@ -301,7 +302,7 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     options = dict(
         alone=alone,
         bias=numbers(1, n_heads, n_places),
-        index=jnp.asarray(rng.integers(0, n_keys, mask.shape), jnp.int32),
+        index=jax.device_put(rng.integers(0, n_keys, mask.shape).astype(jnp.int32)),
     )
     call = Call(logits=Logits(scale=0.5, soft_cap=0.7) if "logits" in given else PLAIN)
     options = {name: options[name] for name in given if name in options}
@@ -325,7 +326,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
     rng, n_slots = np.random.default_rng(0), 70
 
     def numbers(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return jax.device_put(rng.normal(size=shape).astype(jnp.float32))
 
     q, position = numbers(2, 1, n_heads, sizes[0]), jnp.asarray([5, n_slots + 66], jnp.int32)
     ring = cache.KeyValues(*(numbers(2, n_groups, n_slots, size) for size in sizes))
@@ -334,7 +335,7 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
     n_places = 90 if indexed and n_heads == n_groups else n_slots
     mask, options = jnp.asarray(rng.random((2, n_heads, n_places)) < 0.7), {}
     if n_places != n_slots:
-        options["index"] = jnp.asarray(rng.integers(0, n_slots, mask.shape), jnp.int32)
+        options["index"] = jax.device_put(rng.integers(0, n_slots, mask.shape).astype(jnp.int32))
     call = Call(position=position, logits=Logits(soft_cap=0.7) if indexed else PLAIN)
     (out, after), (want, held) = (
         jax.jit(lambda r, i=i: cache.add_and_attend(call, q, r, new, mask, i, **options))(ring)

@@ -15,7 +15,7 @@ from reformax.ops.indexing.candidates import Pooled
 from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.kernels.triton import indexer, indexer_gradient, top_k
 from tests.helpers import assert_trees_close
-from tests.ops import indexed
+from tests.ops import indexed, inputs
 
 OPTIONS = dict(n_index_heads=3, d_index=4)
 
@@ -28,7 +28,10 @@ def numbers(length, seed=0):
 
 
 def weights(op, q):
-    return op.init(jax.random.key(1), op.dims(q, q))
+    return inputs.first_weights(op, op.dims(q, q), jax.random.key(1))
+
+
+scores_of = jax.jit(functools.partial(indexed.scores, OPTIONS))
 
 
 @IMPLS
@@ -39,7 +42,7 @@ def test_a_query_chooses_the_best_of_those_before_it(impl):
     ids = np.repeat([[1, 2, 0], [1, 1, 1]], 7, axis=1)
     options = dict(segment_ids=ids, causal=True, rng=None, train=True)
     plan = np.asarray(jax.jit(lambda *x: op.plan(*x, **options))(params, q, k))
-    scores = np.asarray(indexed.scores(OPTIONS, params, q, k))
+    scores = np.asarray(scores_of(params, q, k))
     for b, t in np.ndindex(plan.shape[:2]):
         allowed = [s for s in range(t + 1) if ids[b, t] and ids[b, s] == ids[b, t]]
         chosen = set(plan[b, t]) - {-1}
@@ -64,7 +67,7 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else(impl):
     attention = jnp.swapaxes(dense.dense()(q, k, eye, causal=True), 1, 2).mean(axis=1)
 
     def divergence(params):
-        scores = jnp.where(seen, indexed.scores(OPTIONS, params, q, k), -1e30)
+        scores = jnp.where(seen, scores_of(params, q, k), -1e30)
         return -jnp.where(seen, attention * jax.nn.log_softmax(scores), 0).sum() / 18
 
     want = jax.tree.map(lambda x: 0.5 * x, jax.jit(jax.grad(divergence))(params))
@@ -94,7 +97,8 @@ def test_rounded_vectors_are_chosen_by_as_their_exact_products_say(options):
 
     def plan(dtype, impl):
         op = dsa.dsa(top_k=16, **OPTIONS, indexer=Indexer(**options, dtype=dtype), impl=impl)
-        return np.sort(op.plan(weights(op, q), q, k, **call), axis=2)
+        run = jax.jit(functools.partial(op.plan, **call))
+        return np.sort(run(weights(op, q), q, k), axis=2)
 
     got, want = (plan("bfloat16", x) for x in (INTERPRETED, "xla"))
     assert (got == want).all()
@@ -112,12 +116,12 @@ def test_the_reported_loss_is_the_one_that_the_indexer_learns_from(top_k, choice
     change = jax.jit(jax.grad(lambda params: 0 * attend(params).sum()))(params)
     got = measured(advanced(params, change))["index_loss"]
 
-    plan = np.asarray(op.plan(params, q, k, segment_ids=ids, causal=True))
+    plan = np.asarray(jax.jit(lambda *x: op.plan(*x, segment_ids=ids, causal=True))(params, q, k))
     seen = (plan[..., None] == np.arange(9)).any(axis=2) & np.tril(np.ones((9, 9), bool))
     seen &= (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
     logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(8)
     attention = np.mean(softmax(logits, seen[:, None]), axis=1)
-    index = softmax(np.asarray(indexed.scores(OPTIONS, params, q, k)), seen)
+    index = softmax(np.asarray(scores_of(params, q, k)), seen)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(attention > 0, attention * np.log(attention / index), 0)
     np.testing.assert_allclose(got, terms.sum() / np.sum(ids != 0), rtol=1e-4)
@@ -170,7 +174,7 @@ def test_kernels_choose_among_ties_what_array_operations_do(
     in_order = lambda plan: np.sort(np.where(plan < 0, length, plan), axis=-1)  # noqa: E731
     np.testing.assert_array_equal(in_order(got), in_order(want))
     np.testing.assert_array_equal(np.where(got < 0, length, got), in_order(got))
-    scores = np.asarray(indexed.scores(OPTIONS, params, q, k))
+    scores = np.asarray(scores_of(params, q, k))
     chosen = np.take_along_axis(scores, np.maximum(got, 0), axis=-1)
     tied = (scores == chosen.min(axis=-1, where=got >= 0, initial=np.inf, keepdims=True)).sum(-1)
     assert tied.max() > 30 and chosen.min() < 0

@@ -235,7 +235,7 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
     op, other = (case.make(impl=x) for x in ("pallas" if ON_GPU else INTERPRETED, "xla"))
 
     def draw(n_heads, size=case.h):
-        return jnp.asarray(rng.normal(size=(2, case.t, n_heads, size)), dtype)
+        return jax.device_put(rng.normal(size=(2, case.t, n_heads, size)).astype(dtype))
 
     q, k, v, d_out = (draw(n) for n in (case.n, case.g, case.g, case.n))
     k = None if op.shared_qk else k
@@ -324,7 +324,9 @@ def test_cudnn_hides_the_padding_behind_rows(length, size, make, causal, monkeyp
         pytest.skip("cuDNN has heads of 256 on Hopper")
     n_kv_heads = 4 if make is shared_qk.shared_qk else 2
     shapes = [(len(lengths), length, n, size) for n in (4, n_kv_heads, n_kv_heads, 4)]
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    q, k, v, d_out = (
+        jax.device_put(rng.normal(size=shape).astype(jnp.bfloat16)) for shape in shapes
+    )
     masks = dict(segment_ids=jnp.arange(length)[None] < lengths[:, None], causal=causal)
     if not ON_GPU:
         computed = jax.nn.dot_product_attention

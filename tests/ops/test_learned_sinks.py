@@ -26,7 +26,7 @@ SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 def inputs(n_kv_heads=G):
     rng = np.random.default_rng(0)
     heads = (N, n_kv_heads, n_kv_heads)
-    arrays = [jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.float32) for n in heads]
+    arrays = [jax.device_put(rng.normal(size=(B, T, n, H)).astype(jnp.float32)) for n in heads]
     return *arrays, jnp.array([-1.0, 0.0, 1.5, 4.0])
 
 
@@ -159,7 +159,7 @@ def test_cudnn_and_shards_of_a_sequence_refuse_them(monkeypatch):
 
 def test_a_layer_trains_its_sinks():
     layer = Attention(OPS[1], n_heads=N, d_qk=H, d_v=H, causal=True)
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, 16)), jnp.float32)
+    x = jax.device_put(np.random.default_rng(1).normal(size=(B, T, 16)).astype(jnp.float32))
     params = plain.init(layer, x.shape)
     assert params["op"]["sinks"].shape == (N,)
     gradients = jax.jit(jax.grad(lambda p: jnp.sum(layer.apply(p, x) ** 2)))(params)

@@ -45,7 +45,9 @@ def test_kernels_attend_to_listed_keys_as_array_operations_do(name, by_list, mon
     monkeypatch.setattr(listed, "MAX_ROW_BYTES", 2 * 16 * 4)
     rng, length = np.random.default_rng(0), 53
     shapes = [(n_heads, 8), (n_kv, 8), (n_kv, 6), (n_heads, 6)]
-    *arrays, d_out = (jnp.asarray(rng.normal(size=(2, length, *x)), jnp.float32) for x in shapes)
+    *arrays, d_out = (
+        jax.device_put(rng.normal(size=(2, length, *x)).astype(jnp.float32)) for x in shapes
+    )
     ids = jnp.asarray(np.repeat([[1, 2, 0], [3, 3, 1]], [20, 26, 7], axis=1)) if packed else None
     op = dsa.dsa(top_k=n_listed, **OPTIONS)
     params = op.init(jax.random.key(1), op.dims(arrays[0], arrays[2]))

@@ -129,7 +129,9 @@ def test_kernels_compute_what_array_operations_do(name):
 
 def test_pieces_of_a_ring_in_kernels():
     rng, ids = np.random.default_rng(0), jnp.repeat(jnp.array([[1, 2]]), 20, axis=1)
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=(1, 40, 2, 8)), jnp.float32) for _ in range(4))
+    q, k, v, d_out = (
+        jax.device_put(rng.normal(size=(1, 40, 2, 8)).astype(jnp.float32)) for _ in range(4)
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def passes(interpret, q, k, v, d_out):
@@ -294,7 +296,7 @@ def test_the_number_of_keys_seen(n_queries, n_keys, causal, segments):
 @pytest.mark.slow
 def test_a_global_tokens_own_query_is_scaled_too():
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 12, 1, 8)), jnp.float32) for _ in range(3))
+    q, k, v = (jax.device_put(rng.normal(size=(1, 12, 1, 8)).astype(jnp.float32)) for _ in range(3))
     tokens = jnp.zeros((1, 12), jnp.int32).at[:, 0].set(1)
     call, found = dict(segment_ids=None, causal=False), []
     for own, extra in ((False, None), (True, dict(global_q=q, global_k=k, global_v=v))):

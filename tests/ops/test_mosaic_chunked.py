@@ -86,7 +86,9 @@ def test_gradients_are_those_of_the_array_operations(n_hashes):
     """The backward pass is that of the kernels for Triton, from this forward pass's results."""
     chunks = Chunking(length=100, **ONE_BEFORE | dict(shared_qk=n_hashes > 0))
     rng = np.random.default_rng(0)
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=(1, 100, 2, 64)), jnp.bfloat16) for _ in range(4))
+    q, k, v, d_out = (
+        jax.device_put(rng.normal(size=(1, 100, 2, 64)).astype(jnp.bfloat16)) for _ in range(4)
+    )
     buckets = rng.integers(0, 6, (1, 2, n_hashes, 100)).astype(np.int32)
     order = sorting.sort_by_bucket(buckets, 6, None, 28) if n_hashes else None
     k = None if n_hashes else k

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,7 +59,9 @@ def test_the_equations(relative):
 def test_attention_by_features_is_that_of_array_operations():
     """The array operations are in float32."""
     rng = np.random.default_rng(1)
-    q, k, v, d = (jnp.asarray(rng.normal(size=(1, 100, 2, 24)), jnp.bfloat16) for _ in range(4))
+    q, k, v, d = (
+        jax.device_put(rng.normal(size=(1, 100, 2, 24)).astype(jnp.bfloat16)) for _ in range(4)
+    )
     segment_ids = np.repeat([[1, 2]], [45, 55], axis=1)
 
     def run(impl, dtype):

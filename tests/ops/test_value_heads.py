@@ -75,8 +75,8 @@ def test_a_layer_projects_fewer_heads(op):
     with pytest.raises(Unsupported, match="^n_qk_heads is 2: cross-attention has as many heads"):
         layers.CrossAttention(dense.dense(), n_heads=N, n_qk_heads=N_QK)
     whole = layers.Attention(op, n_heads=N, d_qk=4, d_v=3, causal=True, mode="eval")
-    conv = {n: jnp.repeat(params["op"][n], 3, axis=0) for n in ("conv_q", "conv_k")}
-    repeated = {n: jnp.repeat(params[n], 3, axis=0) for n in ("w_q", "w_k")}
+    conv = {n: np.repeat(params["op"][n], 3, axis=0) for n in ("conv_q", "conv_k")}
+    repeated = {n: np.repeat(params[n], 3, axis=0) for n in ("w_q", "w_k")}
     want = jax.jit(whole.apply)(params | repeated | {"op": params["op"] | conv}, x)
     np.testing.assert_allclose(jax.jit(layer.apply)(params, x), want, atol=1e-5)
     plain.assert_decodes(layer, params, x, np.array([4, 6]), want, None)
@@ -84,7 +84,7 @@ def test_a_layer_projects_fewer_heads(op):
     go_on = jax.jit(layer.apply_from)
     first, state = go_on(params, x[:, :5], state)
     second, _ = go_on(params, x[:, 5:], state)
-    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), want, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), want, atol=1e-5)
 
 
 def test_a_model_has_them():

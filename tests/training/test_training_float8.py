@@ -1,6 +1,6 @@
 """Delayed scales of FP8 products in training: through both stacks, in parts, saved and resumed."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -39,12 +39,24 @@ def histories(params):
 
 
 def trained(model, n_steps, state=None, **options):
-    """The state after more steps."""
-    run = step.step_fn(model, ADAM, mesh.make(devices=jax.devices()[:1]), **options)
-    state = jax.jit(step.init_fn(model, ADAM, TOKENS.shape, False))(KEY) if state is None else state
+    """The state after more steps, and the last one's metrics."""
+    first, run = compiled(model, **options)
+    state, metrics = first(KEY) if state is None else state, None
     for _ in range(n_steps):
         state, metrics = run(state, BATCH, KEY)
     return state, metrics
+
+
+@cache
+def compiled(model, **options):
+    """The first state of a seed, and a step."""
+    first = jax.jit(step.init_fn(model, ADAM, TOKENS.shape, False))
+    return first, step.step_fn(model, ADAM, mesh.make(devices=jax.devices()[:1]), **options)
+
+
+@cache
+def narrow():
+    return TransformerLM(**SMALL)
 
 
 SLOW = pytest.mark.slow
@@ -80,7 +92,7 @@ def test_the_loss_falls_as_in_bfloat16(constructor):
 
 @SLOW
 def test_a_batch_in_parts_has_their_largest_numbers():
-    model = TransformerLM(**SMALL)
+    model = narrow()
     (whole, _), (parts, _) = trained(model, 1), trained(model, 1, accumulate=2)
     for name, seen in histories(parts.params).items():
         want = histories(whole.params)[name]
@@ -93,7 +105,7 @@ def test_a_batch_in_parts_has_their_largest_numbers():
 
 @pytest.mark.parametrize("constructor", [TransformerLM, pytest.param(ReformerLM, marks=SLOW)])
 def test_a_saved_run_goes_on_to_the_bit(tmp_path, constructor):
-    model = constructor(**SMALL)
+    model = narrow() if constructor is TransformerLM else constructor(**SMALL)
     state, _ = trained(model, 3)
     saved = checkpoint.Checkpoints(tmp_path)
     saved.save(3, state)
@@ -105,10 +117,11 @@ def test_a_saved_run_goes_on_to_the_bit(tmp_path, constructor):
 
 def test_a_run_begins_with_the_weights_of_another_and_histories_of_its_own(tmp_path):
     """From bfloat16, and back."""
-    narrow = TransformerLM(**SMALL)
     wide = TransformerLM(**SMALL | dict(dtype="bfloat16", amax_history=0))
-    for i, (before, after) in enumerate(((wide, narrow), (narrow, wide), (narrow, narrow))):
-        state, folder = trained(before, 1)[0], tmp_path / str(i)
+    of_wide, of_narrow = trained(wide, 0)[0], trained(narrow(), 1)[0]
+    cases = (of_wide, narrow()), (of_narrow, wide), (of_narrow, narrow())
+    for i, (state, after) in enumerate(cases):
+        folder = tmp_path / str(i)
         saved = checkpoint.Checkpoints(folder)
         saved.save(1, state)
         saved.wait()
@@ -136,12 +149,12 @@ def test_a_run_goes_from_bfloat16_to_delayed_scales(tmp_path):
 
 
 def test_an_evaluation_reads_the_same_weights_and_no_scale():
-    state, _ = trained(TransformerLM(**SMALL), 1)
+    state, _ = trained(narrow(), 1)
     model = TransformerLM(**SMALL, mode="eval")
     shapes = jax.eval_shape(lambda: model.init_params(KEY, TOKENS.shape))
     assert jax.tree.structure(shapes) == jax.tree.structure(state.params)
     plain = TransformerLM(**SMALL | dict(dtype="bfloat16", amax_history=0), mode="eval")
-    got, want = (m.apply(state.params, TOKENS, KEY) for m in (model, plain))
+    got, want = (jax.jit(m.apply)(state.params, TOKENS, KEY) for m in (model, plain))
     np.testing.assert_array_equal(got, want)
 
 
