@@ -12,7 +12,7 @@ from reformax.declared import SettingError
 from reformax.generation import reading, texts
 from reformax.models import ReformerLM, TransformerLM
 from reformax.models.designs import Design
-from reformax.ops import csa, dense, dsa, flash, kda, local, lsh, moba, nsa, shared_qk
+from reformax.ops import base, csa, dense, dsa, flash, hca, kda, local, lsh, moba, nsa, shared_qk
 from tests.generation.test_states import OPS, PROMPTS, build
 
 KEY = jax.random.PRNGKey(4)
@@ -103,6 +103,27 @@ def test_ordinary_lsh_reads_by_its_steps():
         np.testing.assert_allclose(got, steps, atol=1e-5 * np.abs(steps).max())
     assert np.abs(whole - steps).max() > 1e-2
     assert not model.reads_ahead
+
+
+SUMMARIES = csa.csa(block_size=2, window=4), hca.hca(block_size=4, window=4)
+
+
+@pytest.mark.parametrize(
+    "op", [*SUMMARIES, dense.dense(learned_sinks=True), ALONE, WINDOWS], ids=str
+)
+def test_no_prompt_is_read_step_by_step_unasked(op, monkeypatch):
+    """A piece of 65,536 tokens would be as many steps."""
+    stepped, by_steps = [], base.reading.by_steps
+    monkeypatch.setattr(
+        base.reading, "by_steps", lambda *args: stepped.append(True) or by_steps(*args)
+    )
+    model, params = build((op,), n_layers=1)
+    state = texts.compiled_first_state.eval_shape(
+        model, 40, None, params, KEY, np.zeros(1, np.int32)
+    )
+    piece = np.zeros((1, 7), np.int32), np.array([7])
+    jax.eval_shape(functools.partial(model.prefill, capacity=0), params, *piece, state=state)
+    assert model.reads_ahead == (not stepped)
 
 
 @pytest.mark.parametrize("name", cycles(("windows", "dense")))

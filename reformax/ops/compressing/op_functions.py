@@ -57,6 +57,7 @@ class Compressed(LearnedSinks):
     """
 
     causality = "only"
+    reads_ahead = False  # a piece is read by steps, a whole prompt by kernels
     _grouped = True
     _impls = KERNELS
     n_series = 1  # S: the blocks that a summary is over
