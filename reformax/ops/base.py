@@ -28,7 +28,7 @@ from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import options
 from reformax.ops.decoding import reading
-from reformax.ops.masking.masks import int32_ids, says_one_segment
+from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize

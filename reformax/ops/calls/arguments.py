@@ -123,7 +123,12 @@ def _check_shapes(op, q, k, v) -> None:
     keys, source = (q, "q") if k is None else (k, "k")
     more = v.shape[2] > keys.shape[2] == q.shape[2] > 0 == v.shape[2] % q.shape[2]
     if more and v.shape[:2] == keys.shape[:2]:
-        check_value_heads(op, "v has", v.shape[2], q.shape[2])
+        if not op.more_value_heads:
+            raise Unsupported(
+                f"v has {v.shape[2]} heads and q has {q.shape[2]}, but {op.name} makes its keys of "
+                "the queries: repeat the queries, or use an op whose more_value_heads is True, "
+                "such as dense.dense()"
+            )
     elif v.shape[:3] != keys.shape[:3]:
         raise ValueError(
             f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
