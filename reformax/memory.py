@@ -116,4 +116,6 @@ def check(what: str, n_bytes: int, fix: str) -> None:
 
 def words(n_bytes: int) -> str:
     """A number of bytes, for people."""
-    return f"{n_bytes / 2**30:,.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.0f} MiB"
+    if n_bytes >= 2**30:
+        return f"{n_bytes / 2**30:,.1f} GiB"
+    return f"{n_bytes / 2**20:,.0f} MiB" if n_bytes >= 2**20 else f"{n_bytes / 2**10:,.0f} KiB"

@@ -80,9 +80,9 @@ def parse(
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
     _parse_overrides(overrides)
+    _bind_short_names()
     if trains:
         _refuse_parts_alone(config_files)
-    _bind_short_names()
     mistakes.check_used(new_macros, used | mistakes.macros_used())
     if data_dir is not None:
         _bind_data_dir(data_dir)

@@ -64,8 +64,9 @@ class Parser(argparse.ArgumentParser):
             if near:
                 self.error(f"{one} is no flag, did you mean {near[0]}")
             if not one.startswith("--"):
-                flag = "--config_file" if one.endswith(".gin") else "--output_dir"
-                if flag in self._flags and (one.endswith(".gin") or os.path.isdir(one)):
+                required = [x.option_strings[0] for x in self._actions if x.required]
+                flag = _flag_of(one, *required)
+                if flag in self._flags:
                     self.error(f"{one} is no flag, did you mean {flag}={one}")
                 self.error(f"{one} is no flag: a flag is --NAME=VALUE")
 
@@ -81,9 +82,14 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does it, and then the check."""
         _names_in_use[:] = [action.dest for action in self._actions]
-        first = (sys.argv[1:] if args is None else args)[:1]
-        if first and first[0][:1] != "-" and all(x.option_strings for x in self._actions):
-            self.refuse_near(first)  # before what is missing: it has a name there
+        given = sys.argv[1:] if args is None else args
+        if (
+            given
+            and not given[0].startswith("-")
+            and not {"-h", "--help"} & set(given)
+            and all(x.option_strings for x in self._actions)
+        ):
+            self.refuse_near(given[:1])  # before what is missing: it has a name there
         args, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
@@ -92,6 +98,16 @@ class Parser(argparse.ArgumentParser):
                 for one in value if isinstance(value, list) else [value]:
                     check(name.lstrip("-"), one, hint)
         return args, rest
+
+
+def _flag_of(path: str, *required: str) -> str | None:
+    """The flag that a path was meant for; None if it is none."""
+    if path.endswith(".gin"):
+        return "--config_file"
+    run = "--output_dir" in required and os.path.isdir(path)
+    if run or os.path.isfile(os.path.join(path, "config.gin")):
+        return "--output_dir"
+    return "--data_dir" if os.path.exists(path) else None
 
 
 def _name(flag: str) -> str:

@@ -110,7 +110,7 @@ def hint_of(setting: str) -> Any:
     """The annotation of 'module.function.argument' or of a macro; None if there is none."""
     for (_, selector), values in gin.config._CONFIG.items():
         for argument, value in values.items():
-            if _macro_in(value) == setting:
+            if selector != "gin.macro" and _macro_in(value) == setting:
                 return _hint(selector, argument)
     function, _, argument = setting.rpartition("/")[2].rpartition(".")
     selector = _functions().get(function)
@@ -118,7 +118,10 @@ def hint_of(setting: str) -> Any:
 
 
 def _hint(selector: str, argument: str) -> Any:
-    return hints_of(inspect.unwrap(gin.get_configurable(selector))).get(argument)
+    try:
+        return hints_of(inspect.unwrap(gin.get_configurable(selector))).get(argument)
+    except (NameError, TypeError):  # a user's function whose annotations nothing can read
+        return None
 
 
 def settings() -> dict[str, str]:

@@ -124,7 +124,7 @@ def owner_of(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of `own_text` without a full stop; the error's type where there is none."""
+    """The first line of `text_of` without a full stop; the error's type where there is none."""
     return (text_of(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 

@@ -26,10 +26,7 @@ _NOUNS = (
 
 
 class Templates(NamedTuple):
-    """What questions about a long text are made of: sentences, words, keys and numbers.
-
-    Those for training are others than those for evaluation.
-    """
+    """Sentences, each a choice of several, and words; the last field of a sentence is asked for."""
 
     fact: Sequence[str]
     one_of: Sequence[str]  # a fact of a key that has several
@@ -86,20 +83,14 @@ HELD_OUT = Templates(
 
 
 class Draw:
-    """What questions about a long text are made of: sentences, words, keys and numbers.
-
-    Those for training are others than those for evaluation.
-    """
+    """Draws keys, numbers and sentences for training, or others for evaluation."""
 
     def __init__(self, rng: np.random.Generator, held_out: bool):
         self.rng, self.held_out = rng, held_out
         self.templates = HELD_OUT if held_out else TRAINING
 
     def sentence(self, kind: str) -> str:
-        """What questions about a long text are made of: sentences, words, keys and numbers.
-
-        Those for training are others than those for evaluation.
-        """
+        """One of the sentences of a kind."""
         choices = getattr(self.templates, kind)
         return choices[self.rng.integers(len(choices))]
 
@@ -124,29 +115,20 @@ class Draw:
         return list(found)
 
     def numbers(self, n: int) -> list[str]:
-        """What questions about a long text are made of: sentences, words, keys and numbers.
-
-        Those for training are others than those for evaluation.
-        """
+        """Different numbers of `N_DIGITS` digits."""
         low, high = 10 ** (N_DIGITS - 1), 10**N_DIGITS
         return self.different(
             n, lambda size: list(map(str, self.rng.integers(low, high, size).tolist()))
         )
 
     def keys(self, n: int) -> list[str]:
-        """What questions about a long text are made of: sentences, words, keys and numbers.
-
-        Those for training are others than those for evaluation.
-        """
+        """Different keys, each of two words."""
         return self.different(
             n, lambda size: [f"{self._one(_ADJECTIVES)} {self._one(_NOUNS)}" for _ in range(size)]
         )
 
     def names(self, n: int, length: int) -> list[str]:
-        """What questions about a long text are made of: sentences, words, keys and numbers.
-
-        Those for training are others than those for evaluation.
-        """
+        """Different names of so many letters."""
 
         def draw(size: int) -> list[str]:
             letters = self.rng.integers(ord("A"), ord("Z") + 1, size * length)
@@ -156,10 +138,7 @@ class Draw:
         return self.different(n, draw)
 
     def passage(self) -> str:
-        """What questions about a long text are made of: sentences, words, keys and numbers.
-
-        Those for training are others than those for evaluation.
-        """
+        """`N_WORDS` words."""
         words = (*_ADJECTIVES, *_NOUNS, *self.templates.words)
 
         def draw(size: int) -> list[str]:

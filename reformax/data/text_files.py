@@ -66,8 +66,8 @@ def find(
       path: a file; a folder, whose files are joined; or a folder that `datasets` saved.
       pattern: the names of files to take. What is read whole matches, or this is '*', which leaves
         pages next to tables out.
-      field: the field of a table's rows that is text. Each text ends in `BORDER`. None: tables of
-        any fields.
+      field: the field of a table's rows that is text. Each text ends in `documents.BORDER`. None:
+        tables of any fields.
       raw: take files as they are: no table, nothing unpacked, nothing refused, and documents are
         files alone.
       by: whether a folder's own splits are kept.
@@ -102,7 +102,7 @@ def find(
 def choose(
     folder: Path, pattern: str, field: str | None, raw: bool, by: splits.By, option: str
 ) -> splits.Divided:
-    """The files of a folder that are read; arguments and errors are those of `read`."""
+    """The files of a folder that are read; arguments and errors are those of `find`."""
     if files.is_run(folder):
         raise SettingError(
             f"{folder} is the folder of a run: give a folder of text, and move the text there if "

@@ -142,9 +142,13 @@ class Layer(_Base):
 
 
 def check_shape(shape: Any) -> None:
-    """Raises `ValueError` unless `shape` is that of an input, whose last axis has the features."""
+    """Raises `ValueError` unless `shape` is that of an input, whose last axis has the features.
+
+    Traced sizes pass, as in `jax.eval_shape(model.init_params, rng, (1, 16))`.
+    """
     sizes = shape if isinstance(shape, tuple | list) else ()
-    if not sizes or not all(isinstance(n, int | np.integer) and n > 0 for n in sizes):
+    known = [n for n in sizes if not isinstance(n, jax.core.Tracer)]
+    if not sizes or not all(isinstance(n, int | np.integer) and n > 0 for n in known):
         raise ValueError(f"shape is {shown(shape)}: expected that of an input, such as x.shape")
 
 

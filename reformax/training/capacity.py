@@ -1,22 +1,21 @@
 """The largest size of a step, its batch or its length, that the memory of a device holds.
 
-A step's bytes are known once it is compiled. Above what does not grow they are about a power of the
-size: 1 by rows, from 1 to 2 by length. The next size to compile is near that at which the power
-through the two known sizes nearest to the limit reaches it. The search ends where a size fits and
-one at most `CLOSE` times as large does not, or is known not to by a power that was about right on
-the last size.
+A step's bytes are known once it is compiled. The next size to compile is near the end of the line
+through the two known sizes nearest to the limit, where it reaches that. The search ends where a
+size fits and one at most `CLOSE` times as large does not, or is known not to by a line that was
+right about the last size.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 CLOSE = 1.08
-_MOST_PROGRAMS = 6
-_EXACT = 0.05  # relative error of a curve that is about right
-_LEAST_POWER, _MOST_POWER = 0.5, 3.0
+_MOST_PROGRAMS = 8
+_EXACT = 0.01  # relative error of a line that is right
 _STEP = 64  # times as large or as small as any size known, at most
 
 
@@ -54,54 +53,46 @@ def search(
       unit: of which sizes are multiples.
       most: the largest size to try.
     """
-    known, above = {begin[0]: begin[1]}, most // unit * unit + unit
+    known, above = {0: fixed, begin[0]: begin[1]}, most // unit * unit + unit
     refused, was_right = "", False
-    while True:
-        n = len(known) - 1  # a size that is refused takes no compilation
+    for n in itertools.count():
         fits = max((size for size, found in known.items() if found <= limit), default=0)
         too_large = min([above, *(size for size, found in known.items() if found > limit)])
-        curve = _Curve.through(known, fixed, limit)
+        line = _Line.through(known, limit)
         is_close = too_large <= max(fits * CLOSE, fits + unit)
-        is_close = is_close or (was_right and curve.end <= fits * CLOSE)
+        is_close = is_close or (was_right and line.end <= fits * CLOSE)
         if is_close or n == _MOST_PROGRAMS:
             return Capacity(fits, refused if too_large == above else "", is_close, n)
-        if curve.end >= above > max(known) and not refused:
+        if line.end >= above > max(known) and not refused:
             size = above - unit  # the largest of all
         else:
-            size = _next(curve.end, list(known), unit, fits, too_large)
+            size = _next(line.end, [size for size in known if size], unit, fits, too_large)
         try:
             known[size] = bytes_at(size)
         except ValueError as error:  # larger ones are refused as well
             above, refused = size, str(error)
             continue
-        was_right = abs(curve.at(size) - known[size]) < _EXACT * known[size]
+        was_right = abs(line.at(size) - known[size]) < _EXACT * known[size]
 
 
-class _Curve(NamedTuple):
-    """Bytes by size: `fixed` and a power of the size."""
+class _Line(NamedTuple):
+    """Bytes by size."""
 
-    fixed: int
     size: int  # of one point
-    n_bytes: int  # of it, above `fixed`
-    power: float
+    n_bytes: int
+    slope: float
     end: float  # the size at which it reaches the limit
 
     @classmethod
-    def through(cls, known: dict[int, int], fixed: int, limit: int) -> _Curve:
-        """Takes the two sizes whose bytes are nearest to the limit; one alone gives a line."""
-        points = {size: max(found - fixed, 1) for size, found in known.items()}
-        room = max(limit - fixed, 1)
-        near = sorted(points, key=lambda size: abs(math.log(points[size] / room)))[:2]
-        power = 1.0
-        if len(near) == 2:
-            sizes, found = math.log(near[0] / near[1]), math.log(points[near[0]] / points[near[1]])
-            power = min(max(found / sizes, _LEAST_POWER), _MOST_POWER)
-        end = near[0] * (room / points[near[0]]) ** (1 / power)
-        return cls(fixed, near[0], points[near[0]], power, end)
+    def through(cls, known: dict[int, int], limit: int) -> _Line:
+        """Takes the two sizes whose bytes are nearest to the limit."""
+        (one, n_bytes), other = sorted(known.items(), key=lambda x: abs(x[1] - limit))[:2]
+        slope = (other[1] - n_bytes) / (other[0] - one)
+        return cls(one, n_bytes, slope, one + (limit - n_bytes) / slope if slope > 0 else math.inf)
 
     def at(self, size: int) -> float:
         """The bytes of a size."""
-        return self.fixed + self.n_bytes * (size / self.size) ** self.power
+        return self.n_bytes + self.slope * (size - self.size)
 
 
 def _next(end: float, known: list[int], unit: int, fits: int, too_large: int) -> int:

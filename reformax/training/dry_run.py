@@ -131,8 +131,8 @@ def _capacities(
             return 2**62
 
     def search(name: str, unit: int, most: int) -> capacity.Capacity:
-        begin, fixed = (getattr(stage, name), found.total), found.state + found.params
-        return capacity.search(partial(bytes_at, name), begin, fixed, limit, unit, most)
+        begin = getattr(stage, name), found.total
+        return capacity.search(partial(bytes_at, name), begin, found.state, limit, unit, most)
 
     length = None
     if only:

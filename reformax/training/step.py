@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,14 @@ from reformax.training.metrics import no_sums
 # the products before, in a kernel that reads and writes all of it once more. Without Triton,
 # cuBLASLt's product adds them.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """XLA's options for a step on such devices, besides those that the user's XLA_FLAGS name."""
+    if platform not in ("gpu", "cuda"):
+        return None
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in GPU_OPTIONS.items() if name not in flags} or None
 
 
 class TrainState(NamedTuple):
@@ -101,7 +110,8 @@ def step_fn(
         has it whole.
 
     Returns:
-      A function (state, (inputs, targets, weights), key) -> (state, metrics). It uses up the state
+      A function (state, (inputs, targets, weights), key) -> (state, metrics), not to be called
+      within another compiled one, for it has options of its own on a GPU. It uses up the state
       given. `inputs` may be a tree of arrays [B, ...]. Metrics are those of
       `reformax.training.metrics`, such as 'nats' and 'accuracy', each a `Ratio` over the batch's
       targets before the update; the number 'grad_norm'; those of `buffers.measured`; and the
@@ -150,7 +160,7 @@ def step_fn(
 
     whole = devices.replicated(mesh)
     placements = whole if placement is None else placement, whole
-    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
+    options = compiler_options(mesh.devices.flat[0].platform)
     step = devices.on(mesh, step)
     return jax.jit(step, donate_argnums=0, out_shardings=placements, compiler_options=options)
 

@@ -102,12 +102,13 @@ def settings_of(text: str) -> dict[str, Any]:
             found[f"{name}.{argument}" if argument else name] = value
             macros |= {} if argument else {name: value}
 
-    def resolved(value: Any) -> Any:
-        if isinstance(value, _Macro):
-            return resolved(macros[value]) if value in macros else f"%{value}"
+    def resolved(value: Any, seen: frozenset = frozenset()) -> Any:
+        if isinstance(value, _Macro):  # one of itself stays its name
+            known = value in macros and value not in seen
+            return resolved(macros[value], seen | {value}) if known else f"%{value}"
         if isinstance(value, dict):
-            return {str(key): resolved(x) for key, x in value.items()}
-        return list(map(resolved, value)) if isinstance(value, list | tuple) else value
+            return {str(key): resolved(x, seen) for key, x in value.items()}
+        return [resolved(x, seen) for x in value] if isinstance(value, list | tuple) else value
 
     return {name: resolved(value) for name, value in found.items()}
 

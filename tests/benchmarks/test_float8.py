@@ -39,16 +39,18 @@ class FakeStep:
 def test_rows_run_in_one_order_and_then_in_the_other_and_one_that_fails_says_why(
     monkeypatch, capsys
 ):
-    ran, made = [], []
+    ran, made, micro = [], [], []
 
     def step(shape, accumulate, options):
         made.append(options)
+        micro.append(accumulate)
         return FakeStep(len(made), ran)
 
     monkeypatch.setattr(float8, "training_step", step)
     with pytest.raises(SystemExit, match="failed: float8, amax_history=16"):
         float8.main(["--tiny", "--tokens", "32", "--repeats=3"])
     assert ran == [1, 2, 2, 1, 1, 2]
+    assert micro == [1] * 3
     assert [(x["dtype"], x.get("amax_history", 0)) for x in made] == [
         ("bfloat16", 0),
         ("float8", 0),
@@ -71,7 +73,9 @@ def test_operations_are_six_a_weight_and_those_of_attention():
     """Embeddings are looked up; norms and biases take no part in products either."""
     (shape, _), (longer, _) = float8.STEPS["gpu"]
     assert shape.tokens == 16_384 and longer.tokens == 65_536
+    assert float8.STEPS["gpu"][1][1] == 4
     model = float8.model(shape, float8.ROWS["float8"])
+    assert model.remat_policy == "all" and not model.scan_layers
     weights = jax.eval_shape(
         lambda key: model.init_params(key, (1, shape.length)), jax.random.PRNGKey(0)
     )

@@ -9,7 +9,7 @@ import pytest
 from reformax.evals.generate_until import GenerationRequest, generate_until
 from reformax.evals.likelihood import LanguageScorer, windows
 from reformax.models import encoder, lm
-from reformax.ops import dense, lsh
+from reformax.ops import dense, local, lsh
 from tests.layers import plain
 
 V = 40
@@ -23,7 +23,7 @@ def built(*ops, **options):
 
 @pytest.fixture(scope="module")
 def of_dense():
-    return built(dense.dense())
+    return built(dense.dense(), local.local(chunk_len=16))
 
 
 def request(seed, n_context, n):

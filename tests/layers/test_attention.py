@@ -305,7 +305,9 @@ def test_errors_of_use(options, mask, message):
 def test_an_input_of_another_size(shape):
     layer = layers.Attention(dense.dense(), **SIZES)
     params = plain.init(layer, (2, 13, 8))
-    message = rf"^x has shape \({', '.join(map(str, shape))}\): expected \[batch, length, 8\]$"
+    message = (
+        rf"^x has shape \({', '.join(map(str, shape))}\): expected \[batch, length, (8|features)\]$"
+    )
     with pytest.raises(ValueError, match=message):
         layer.apply(params, np.zeros(shape, np.float32))
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_patterns, block_sparse
+from reformax.ops import block_patterns, block_sparse
 from reformax.ops.calls.call import Call
 from reformax.ops.kernels.triton import block_sparse as kernel
 from reformax.ops.masking.masks import except_self, visibility
+from reformax.ops.sharding import array_calls
 from reformax.ops.softmax import block_lists, tiles
 from reformax.ops.softmax.block_lists import BlockInputs
 from reformax.ops.softmax.dropout import seed_words
@@ -177,7 +178,9 @@ def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
-    monkeypatch.setattr(base, "compiled", base.compiled.__wrapped__)  # traces each call
+    monkeypatch.setattr(
+        array_calls, "_compiled", array_calls._compiled.__wrapped__
+    )  # traces each call
     op = block_sparse.block_sparse(pattern=pattern, block_size=2, impl="xla")
     *arrays, d_out = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
     jax.block_until_ready(with_gradients(functools.partial(op, causal=causal))(d_out, *arrays))

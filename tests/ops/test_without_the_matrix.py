@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_sparse, dense, flash, memory_efficient, shared_qk
+from reformax.ops import block_sparse, dense, flash, memory_efficient, shared_qk
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.sharding import array_calls
 from reformax.ops.softmax import cudnn, tiles
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
@@ -147,7 +148,9 @@ def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeyp
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
-    monkeypatch.setattr(base, "compiled", base.compiled.__wrapped__)  # traces each call
+    monkeypatch.setattr(
+        array_calls, "_compiled", array_calls._compiled.__wrapped__
+    )  # traces each call
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (
         numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
@@ -175,7 +178,9 @@ def test_a_few_heads_at_a_time(name, n_heads, monkeypatch):
     bias = numbers(4, 6, 29, 29)
     segment_ids = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
 
-    monkeypatch.setattr(base, "compiled", base.compiled.__wrapped__)  # traces each call
+    monkeypatch.setattr(
+        array_calls, "_compiled", array_calls._compiled.__wrapped__
+    )  # traces each call
 
     def run(n_logits):
         monkeypatch.setattr(tiles, "LOGITS_IN_CACHE", n_logits)

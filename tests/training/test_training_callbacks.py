@@ -277,6 +277,9 @@ lm.ReformerLM.pos_type = 'rotary'
 loop.train.sample_prompts = ['a = 1\\n',
 'b']
 loop.train.mesh = {'fsdp': %devices}
+x = %x
+one = %other
+other = [%one]
 """
     assert wandb_log.settings_of(text) == {
         "steps": 100,
@@ -287,4 +290,7 @@ loop.train.mesh = {'fsdp': %devices}
         "lm.ReformerLM.pos_type": "rotary",
         "loop.train.sample_prompts": ["a = 1\n", "b"],
         "loop.train.mesh": {"fsdp": "%devices"},
+        "x": "%x",
+        "one": ["%other"],
+        "other": [["%one"]],
     }

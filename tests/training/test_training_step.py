@@ -60,6 +60,16 @@ def test_a_stage_trains_the_indexer_alone_and_reports_its_loss(kind, accumulate)
     assert len(moved) == 4 and all("['op']" in name for name in moved)
 
 
+def test_a_gpu_has_options_that_the_users_flags_do_not_name(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert step.compiler_options("cuda") == step.compiler_options("gpu") == step.GPU_OPTIONS
+    assert step.compiler_options("cpu") is step.compiler_options("tpu") is None
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    assert step.compiler_options("gpu") is None
+    # Each is a flag of this XLA.
+    jax.jit(jnp.sin).lower(1.0).compile(compiler_options=step.GPU_OPTIONS)
+
+
 def test_a_batch_without_targets_changes_nothing():
     model, sgd = TransformerLM(**SMALL, attention_type=local.local(chunk_len=4)), optax.sgd(1.0)
     run = step.step_fn(model, sgd, mesh.make(devices=jax.devices()[:1]), accumulate=2)
