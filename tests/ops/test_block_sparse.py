@@ -178,9 +178,8 @@ def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
-    monkeypatch.setattr(
-        array_calls, "_compiled", array_calls._compiled.__wrapped__
-    )  # traces each call
+    traced_anew = array_calls._compiled.__wrapped__
+    monkeypatch.setattr(array_calls, "_compiled", traced_anew)
     op = block_sparse.block_sparse(pattern=pattern, block_size=2, impl="xla")
     *arrays, d_out = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
     jax.block_until_ready(with_gradients(functools.partial(op, causal=causal))(d_out, *arrays))

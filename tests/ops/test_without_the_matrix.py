@@ -148,9 +148,8 @@ def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeyp
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
-    monkeypatch.setattr(
-        array_calls, "_compiled", array_calls._compiled.__wrapped__
-    )  # traces each call
+    traced_anew = array_calls._compiled.__wrapped__
+    monkeypatch.setattr(array_calls, "_compiled", traced_anew)
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (
         numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
@@ -178,9 +177,8 @@ def test_a_few_heads_at_a_time(name, n_heads, monkeypatch):
     bias = numbers(4, 6, 29, 29)
     segment_ids = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
 
-    monkeypatch.setattr(
-        array_calls, "_compiled", array_calls._compiled.__wrapped__
-    )  # traces each call
+    traced_anew = array_calls._compiled.__wrapped__
+    monkeypatch.setattr(array_calls, "_compiled", traced_anew)
 
     def run(n_logits):
         monkeypatch.setattr(tiles, "LOGITS_IN_CACHE", n_logits)
