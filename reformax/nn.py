@@ -238,7 +238,7 @@ def _four_axes(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> Array |
 def _is_token(lengths: ArrayLike, name: str, n_rows: int, size: int) -> Bool[Array, "B size"]:
     """Which positions are before the end of their row."""
     lengths = jnp.asarray(lengths)
-    check_lengths(name, lengths, n_rows, size)
+    check_lengths(name, lengths, n_rows, size, "the length of the sequence")
     return tokens_before(lengths, size)
 
 

@@ -276,7 +276,7 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
     if lengths is None:
         return jnp.full(n_rows, n_tokens)
     lengths = jnp.asarray(lengths)
-    check_lengths("lengths", lengths, n_rows, n_tokens, least=1)
+    check_lengths("lengths", lengths, n_rows, n_tokens, "the tokens of inputs_q", least=1)
     return lengths
 
 

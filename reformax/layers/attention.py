@@ -260,6 +260,8 @@ class Attention(AttentionDecoding, PlannedAttention):
         A mask of `Tokens` has the positions for rotations, which begin at 0 otherwise.
         """
         tokens = tokens_of(mask)
+        check_floats("x", x, "batch", "length", "features")
+        check_mask("mask", mask, "x", x)
         qkv = self._rotate(params, self._project_all(params, x), tokens.positions)
         out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
         return self.combine(params, out, qkv.gate, rng), state

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from reformax.declared import SettingError, shown
 from reformax.layers._trax import HAS_TRAX, NotInstalled, tl
@@ -78,6 +79,13 @@ class Layer(_Base):
         """Trax's protocol: the public attributes that can be assigned."""
         return (*super()._settable_attrs(), *getattr(self, "__dataclass_fields__", ()))
 
+    def without_output_bias(self, params) -> tuple[Any, Array | None]:
+        """The weights by which the output has no bias, and the bias, for a norm that adds it.
+
+        It is None where no norm may add it, as by default.
+        """
+        return params, None
+
     @property
     def needs_past(self) -> bool:
         """Whether an output depends on earlier positions, or on its index in the sequence.
@@ -142,7 +150,7 @@ class Layer(_Base):
 
 
 def check_shape(shape: Any) -> None:
-    """Raises `ValueError` unless `shape` is that of an input, whose last axis has the features.
+    """Raises `ValueError` unless `shape` is that of an input.
 
     Traced sizes pass, as in `jax.eval_shape(model.init_params, rng, (1, 16))`.
     """

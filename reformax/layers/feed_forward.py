@@ -217,10 +217,10 @@ class FeedForward(Layer):
             )
 
     def without_output_bias(self, params) -> tuple[dict[str, Array], Float[Array, " D"] | None]:
-        """`MultiHead.without_output_bias`, of `b2`."""
+        """`Layer.without_output_bias`: `b2`, unless a norm or dropout follows it."""
         if not self.bias or self._norm is not None or rate_in(self.mode, self.dropout):
             return params, None
-        return params | {"b2": None}, params["b2"]
+        return {**params, "b2": None}, params["b2"]
 
     def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None

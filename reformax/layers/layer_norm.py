@@ -74,7 +74,10 @@ class LayerNorm(Layer):
         *dtypes: Any,
         y_bias: Float[Array, " D"] | None = None,
     ) -> tuple[Float[Array, "*d D"], ...]:
-        """The norm of `x + y + y_bias` in each of the dtypes. The sum is float32; None is 0."""
+        """The norm of `x + y + y_bias` in each of the dtypes. The sum is float32; None is 0.
+
+        A bias is that of `y`: without `y` there is none.
+        """
         return self._norms(params, x, y, dtypes, y_bias)[0]
 
     def with_residual(
@@ -96,6 +99,7 @@ class LayerNorm(Layer):
         if x.shape[-1:] != params["scale"].shape:
             raise ValueError(f"x has shape {x.shape}: expected [..., {params['scale'].size}]")
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
+        y_bias = None if y is None else y_bias
         weights = self.factors(params)["scale"], params.get("bias"), y_bias
         size = x.shape[-1]
         pays = LEAST_ROWS * size <= x.size < MOST or x.size == size
@@ -141,6 +145,7 @@ class RMSPlusOne(RMSNorm):
     """
 
     def init_params(self, rng, shape):
+        check_shape(shape)
         return {"scale": jnp.zeros(shape[-1:])}
 
     @staticmethod

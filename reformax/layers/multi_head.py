@@ -331,13 +331,10 @@ class MultiHead(Layer):
         return self.scale * math.sqrt(self.d_qk)
 
     def without_output_bias(self, params) -> tuple[dict[str, Any], Float[Array, " D"] | None]:
-        """The weights by which the output has no bias, and the bias, for the norm that adds it.
-
-        It is None where there is none, or where a norm or dropout follows it.
-        """
+        """`Layer.without_output_bias`: `b_o`, unless a norm or dropout follows it."""
         if not self.output_bias or self.output_norm or self._output_rate:
             return params, None
-        return params | {"b_o": None}, params["b_o"]
+        return {**params, "b_o": None}, params["b_o"]
 
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None

@@ -124,10 +124,10 @@ class ResidualStack(BlockStack):
         if self.post_norm and self._leaves_output:
             streams += (x.astype(self.dtype),)
         elif self._leaves_output:
-            # That of all repeats.
-            last = self.blocks[0].feed_forward, params["block_0"]["feed_forward"]
-            bias = self._of_last(*last)[1]
-            zeros = None if bias is None else jnp.zeros(bias.shape[1:], bias.dtype)
+            # As a repeat of the cycle leaves them; the bias has an axis of repeats here.
+            weights = params[f"block_{len(self.blocks) - 1}"]["feed_forward"]
+            bias = self._of_last(self.blocks[-1].feed_forward, weights)[1]
+            zeros = None if bias is None else jnp.zeros_like(bias[0])
             streams += (jnp.zeros_like(x, self.dtype), zeros)
         given = () if states is None else (states,)
         streams, after = self._scan(repeat, streams, params, *given)

@@ -175,8 +175,9 @@ class ReversibleStack(BlockStack):
         streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
         if len(streams) < self.n_streams or len(others) > 3:
             raise ValueError(
-                f"{len(inputs)} inputs are given: expected {self.n_streams} streams, and segments "
-                "or what else BlockStack reads"
+                f"{len(inputs)} inputs are given: expected {self.n_streams} "
+                f"stream{'s' * (self.n_streams > 1)}, then "
+                "segment_ids, memory and memory_segment_ids where there are any"
             )
         segment_ids, memory, memory_segment_ids = *others, *[None] * (3 - len(others))
         self._check_inputs(params, streams, segment_ids, memory, memory_segment_ids)

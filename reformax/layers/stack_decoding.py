@@ -93,6 +93,7 @@ class StackDecoding:
 
     def for_decoding(self, params) -> tuple[Any, ...]:
         """The weights for decoding: a tree for each repeat, in the dtype sublayers compute in."""
+        self._check_depth(params)
 
         def for_step(i, params):
             merged = {

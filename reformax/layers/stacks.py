@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -63,9 +63,10 @@ class TransformerBlock(NamedTuple):
 
 
 def _checked_block(block: Any) -> TransformerBlock:
-    """A block, which may be given as a tuple; `SettingError` for what is none."""
-    kinds = Attention, FeedForward, CrossAttention | None
-    if isinstance(block, tuple) and len(block) in (2, 3) and all(map(isinstance, block, kinds)):
+    """A block, which may be given as a tuple or list; `SettingError` for what is none."""
+    kinds = Attention, Layer, CrossAttention | None
+    is_sequence = isinstance(block, tuple | list) and len(block) in (2, 3)
+    if is_sequence and all(map(isinstance, block, kinds)):
         return TransformerBlock(*block)
     raise SettingError(
         f"blocks has {shown(block)}: expected a list of TransformerBlock(attention, feed_forward)"
@@ -168,6 +169,8 @@ class BlockStack(StackDecoding, Layer):
         self, params, streams, segment_ids=None, memory=None, memory_segment_ids=None
     ) -> None:
         """Raises `ValueError` unless the stack's inputs fit its weights and one another."""
+        if not isinstance(params, Mapping) or "block_0" not in params:
+            raise ValueError(f"params is {shown(params)}: expected the dict of init_params")
         (x, *others), d_model = streams, params["block_0"]["attention"]["w_o"].shape[-1]
         check_floats("x", x, "batch", "length", d_model)
         for other in others:
@@ -210,6 +213,13 @@ class BlockStack(StackDecoding, Layer):
                 params[name][last] /= math.sqrt(n_sublayers)
         return params
 
+    def _check_depth(self, params) -> None:
+        n_layers = {len(self.blocks) * len(x) for x in jax.tree.leaves(params)}
+        if n_layers != {self.n_layers}:
+            raise ValueError(
+                f"params are of {max(n_layers)} layers: expected those of n_layers={self.n_layers}"
+            )
+
     def _scan(self, body: Callable, carry: Any, params: Any, *extra: Any, reverse: bool = False):
         """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle.
 
@@ -218,11 +228,7 @@ class BlockStack(StackDecoding, Layer):
         Raises:
           ValueError: `params` are of a stack of another depth.
         """
-        n_layers = {len(self.blocks) * len(x) for x in jax.tree.leaves(params)}
-        if n_layers != {self.n_layers}:
-            raise ValueError(
-                f"params are of {max(n_layers)} layers: expected those of n_layers={self.n_layers}"
-            )
+        self._check_depth(params)
         xs = (Repeat(jnp.arange(self._n_repeats), params), *extra)
         unroll = 1 if self.scan_layers else self._n_repeats
 

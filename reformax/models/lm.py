@@ -239,7 +239,7 @@ class LanguageModel(Backbone):
           NotImplementedError: an attention algorithm cannot decode.
         """
         check_tokens("tokens", tokens)
-        check_lengths("lengths", lengths, *tokens.shape)
+        check_lengths("lengths", lengths, *tokens.shape, "the length of tokens")
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         if state is not None:
             return self._read_on(params, tokens, lengths, state)

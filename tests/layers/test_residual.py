@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
+from reformax.layers.base import Layer
 from reformax.ops import dense, local
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import INTERPRETED
@@ -60,6 +61,49 @@ def test_norms_add_the_biases_of_outputs(scan_layers):
     by_stack = with_gradients(functools.partial(stack.apply, rng=RNG))(stream()[:, ::-1], params, x)
     want, vjp = jax.vjp(lambda *z: plain.residual(cycle, 2, *z, None, RNG), params, x)
     assert_trees_close(by_stack, (want, vjp(stream()[:, ::-1])))
+
+
+class Doubled(Layer):
+    """A user's own layer in place of a feed-forward layer."""
+
+    drops = False
+
+    def init_params(self, rng, shape):
+        return {"w2": jnp.ones(shape[-1:])}
+
+    def apply(self, params, x, rng=None):
+        return 2 * params["w2"] * x
+
+
+@pytest.mark.parametrize(
+    "last, post_norm",
+    [
+        (layers.FeedForward(8, bias=False), False),
+        (layers.FeedForward(8, 0.5), False),
+        (layers.FeedForward(8, output_norm="rms"), False),
+        (Doubled(), False),
+        (layers.FeedForward(8, bias=False), True),
+    ],
+    ids=["no bias", "dropout", "norm", "own layer", "post-norm"],
+)
+def test_blocks_of_a_cycle_may_differ_in_what_a_norm_adds(last, post_norm):
+    ((attention, feed_forward, _),) = plain.blocks([dense.dense()], rate=0.0, output_bias=True)
+    cycle = [(attention, feed_forward), [attention, last]]
+    options = dict(post_norm=post_norm)
+    looped, written = (
+        layers.ResidualStack(cycle, 4, scan_layers=scan_layers, **options)
+        for scan_layers in (True, False)
+    )
+    params, x = plain.init(looped, (2, 8, 8)), stream(8)
+    for block in params.values():
+        block["attention"]["b_o"] += 0.5
+        if "b2" in block["feed_forward"]:
+            block["feed_forward"]["b2"] -= 0.5
+    want, got = (
+        with_gradients(functools.partial(stack.apply, rng=RNG))(stream(8)[:, ::-1], params, x)
+        for stack in (looped, written)
+    )
+    assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

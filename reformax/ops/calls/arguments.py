@@ -202,7 +202,7 @@ def _check_lengths(lengths, q, keys, others) -> None:
             f"lengths is given, and q and k have lengths {q.shape[1]} and {keys.shape[1]}: pass "
             "booleans of both as segment_ids"
         )
-    check_lengths("lengths", lengths, *q.shape[:2])
+    check_lengths("lengths", lengths, *q.shape[:2], "the length of q")
 
 
 def _check_ids_fit(ids) -> None:

@@ -63,8 +63,10 @@ def check_key(name: str, rng: Any) -> None:
         )
 
 
-def check_lengths(name: str, lengths: Any, n_rows: int, most: int, least: int = 0) -> None:
+def check_lengths(name: str, lengths: Any, n_rows: int, most: int, of: str, least: int = 0) -> None:
     """Raises `ValueError` unless `lengths` are integers, `[batch]`, from `least` to `most`.
+
+    `of` says whose length that is.
 
     Their range is checked where the numbers are known, which they are not within `jax.jit`.
     """
@@ -74,9 +76,11 @@ def check_lengths(name: str, lengths: Any, n_rows: int, most: int, least: int = 
             f"{name} has shape {lengths.shape} and dtype {lengths.dtype}: expected integers "
             f"[batch], {(n_rows,)}"
         )
-    if not isinstance(lengths, jax.core.Tracer) and lengths.size:
+    if isinstance(lengths, jax.core.Tracer) or not lengths.size:
+        return
+    if getattr(lengths, "is_fully_addressable", True):  # not on devices of another process
         known = np.asarray(lengths)  # within jit, operations on arrays of JAX are traced
         if known.min() < least or known.max() > most:
             raise ValueError(
-                f"{name} has {known.min()} to {known.max()}: expected {least} to {most}"
+                f"{name} has {known.min()} to {known.max()}: expected {least} to {most}, {of}"
             )

@@ -195,7 +195,7 @@ def rotary(
 
     Args:
       x: queries or keys.
-      position: of each; None: 0 to T - 1.
+      position: of each, to which no gradient goes; None: 0 to T - 1.
       grid: the axes' sizes, row-major; of the first one there is no end. (): a line.
       angles: of a line.
 
