@@ -84,7 +84,7 @@ def test_a_run_says_what_it_takes_and_compiles_its_step_once(tmp_path, capsys, c
         settings = worker.arguments(progress=True, eval_every=None) | {"model": Scaled}
         loop.train(tmp_path, **settings)
     out = capsys.readouterr().out
-    assert re.search(r"compiled in .*: a step takes \d+ MiB of .* GiB of memory\n", out)
+    assert re.search(r"compiled in .*: a step takes \d+ KiB of .* GiB of memory\n", out)
     assert out.index("336 parameters") < out.index("compiled in")
     compiled = [x.message for x in caplog.records if x.message.startswith("Compiling")]
     assert sum("step" in message.split()[1] for message in compiled) == 1, compiled
