@@ -91,15 +91,15 @@ def layers(
     jax.effects_barrier()
     numbers = [n for n in range(model.n_layers) if n % len(ops) in asked]
     return [
-        Layer(n, ops[n % len(ops)], *known, _own(params["stack"], *divmod(n, len(ops))))
+        Layer(n, ops[n % len(ops)], *known, _op_weights(params["stack"], *divmod(n, len(ops))))
         for n, known in zip(numbers, read, strict=True)
     ]
 
 
-def _own(params: Any, repeat: int, i: int) -> Any:
+def _op_weights(params: Any, repeat: int, i: int) -> Any:
     """The weights of the op of block `i` in a repeat of a stack's cycle, as NumPy arrays."""
-    own = params[f"block_{i}"]["attention"]["op"]
-    return jax.tree.map(lambda x: np.array(x[repeat]), own)
+    weights = params[f"block_{i}"]["attention"]["op"]
+    return jax.tree.map(lambda x: np.array(x[repeat]), weights)
 
 
 def _watched(op: AttentionOp, read: list) -> AttentionOp:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from reformax.cli import (
-    lookup,
-    messages,
-    modules,
-    reading,
-    short_names,
-    statements,
-)
+from reformax.cli import lookup, messages, modules, reading, short_names, statements
 from reformax.cli.overrides import Override
 from reformax.cli.statements import ConfigError
 from reformax.declared import expected, fits

@@ -28,16 +28,7 @@ from reformax.convert.hugging_face_family import (
     every,
     listed,
 )
-from reformax.declared import (
-    Bounds,
-    Count,
-    Depth,
-    NonNegative,
-    Rate,
-    Size,
-    VocabSize,
-    Width,
-)
+from reformax.declared import Bounds, Count, Depth, NonNegative, Rate, Size, VocabSize, Width
 from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.softmax.logit_options import SoftCap
 

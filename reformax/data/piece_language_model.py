@@ -58,8 +58,8 @@ def piece_language_model(
             return encode(split)
         found = vocabulary.encode_documents(bytes(data))
         positions = [
-            of_split and vocabulary.positions(bytes(data), found, of_split[split])
-            for of_split in (borders, segments)
+            places and vocabulary.positions(bytes(data), found, places[split])
+            for places in (borders, segments)
         ]
         return found.ids, *(x if x is None else x[x < len(found.ids)] for x in positions)
 

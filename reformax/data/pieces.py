@@ -23,15 +23,7 @@ from jaxtyping import Int, Int64, UInt8
 
 from reformax import durable
 from reformax.data import files
-from reformax.data.piece_blocks import (
-    BLOCK,
-    BORDER,
-    SAMPLE,
-    SENTENCE,
-    blocks,
-    decoded,
-    sentences,
-)
+from reformax.data.piece_blocks import BLOCK, BORDER, SAMPLE, SENTENCE, blocks, decoded, sentences
 from reformax.data.piece_codecs import ENDS, HuggingFaceTokenizer, codec_of
 from reformax.data.sentencepieces import SentencePieceModel, learnt
 from reformax.data.stored import crc32_of

@@ -15,11 +15,7 @@ from reformax.declared import SettingError, Size, Unsupported
 from reformax.layers import context, remat
 from reformax.layers.attention_decoding import AttentionDecoding, value_factors
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import (
-    ATTENTION_GATE,
-    QKV,
-    ConvSize,
-)
+from reformax.layers.multi_head import ATTENTION_GATE, QKV, ConvSize
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.calls.arguments import check_mask

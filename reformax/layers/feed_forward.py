@@ -18,13 +18,7 @@ from reformax.layers import float8
 from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
-from reformax.layers.matrices import (
-    IN_KERNELS,
-    Unnormed,
-    affine,
-    products,
-    transposed_on_gpu,
-)
+from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, products, transposed_on_gpu
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.precision import accum_dtype
@@ -207,7 +201,9 @@ class FeedForward(Layer):
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
         numbers = "123" if self.gated else "12"
-        check_weights(self, params, [x + i for x in ("w", *("b" * self.bias)) for i in numbers])
+        check_weights(
+            self, params, [kind + i for kind in ("w", *("b" * self.bias)) for i in numbers]
+        )
         d_model = params["w2"].shape[1]
         check_floats("x", x, "batch", "length", d_model)
         if params["w1"].shape != (d_model, self.d_ff):

@@ -27,13 +27,7 @@ from reformax.layers import float8
 from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
-from reformax.layers.matrices import (
-    FOR_DECODING,
-    Unnormed,
-    affine,
-    products,
-    transposed_on_gpu,
-)
+from reformax.layers.matrices import FOR_DECODING, Unnormed, affine, products, transposed_on_gpu
 from reformax.ops.base import AttentionOp, Dims, ExtraProjection
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.numerics.arrays import check_floats

@@ -22,13 +22,12 @@ from reformax.ops.masking.masks import (
     tokens_of,
 )
 
+KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
+
 
 def read_by_op(params: dict[str, Any]) -> dict[str, Any]:
     """The weights of a layer that the call of its algorithm reads."""
     return {name: params[name] for name in ("op", "position_bias") if name in params}
-
-
-KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 
 
 @dataclasses.dataclass(eq=False, repr=False)

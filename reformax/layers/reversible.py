@@ -35,13 +35,7 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import Bounds, SettingError
 from reformax.layers import remat
-from reformax.layers.coupling import (
-    Coupling,
-    Slots,
-    Streams,
-    TwoStreams,
-    share_a_slot,
-)
+from reformax.layers.coupling import Coupling, Slots, Streams, TwoStreams, share_a_slot
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible_attention import AttentionSublayer
 from reformax.layers.reversible_feed_forward import FeedForwardSublayer

@@ -19,14 +19,7 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.buffers import Buffer
-from reformax.declared import (
-    Depth,
-    NonNegative,
-    SettingError,
-    Unsupported,
-    check_fields,
-    shown,
-)
+from reformax.declared import Depth, NonNegative, SettingError, Unsupported, check_fields, shown
 from reformax.layers.attention import Attention
 from reformax.layers.base import Layer, check_shape
 from reformax.layers.cross_attention import CrossAttention

@@ -43,11 +43,7 @@ from reformax.ops.calls.dispatch import (
     compute_by,
     kernel_obstacles,
 )
-from reformax.ops.compressing.overlapping import (
-    OverlappingSummaries,
-    SummarySizes,
-    init_weights,
-)
+from reformax.ops.compressing.overlapping import OverlappingSummaries, SummarySizes, init_weights
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,

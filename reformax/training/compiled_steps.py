@@ -10,9 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from reformax import devices, memory
-from reformax.training import (
-    forecast,
-)
+from reformax.training import forecast
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.fine_tuning import FineTuning

@@ -14,11 +14,7 @@ import jax
 from reformax import devices, memory
 from reformax.buffers import trained
 from reformax.declared import SettingError
-from reformax.training import (
-    evaluation,
-    fingerprints,
-    starting_weights,
-)
+from reformax.training import evaluation, fingerprints, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints

@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from reformax.declared import (
-    Called,
-    NonNegative,
-    SettingError,
-    shown,
-)
+from reformax.declared import Called, NonNegative, SettingError, shown
 
 LearningRate = Annotated[
     NonNegative | optax.Schedule,

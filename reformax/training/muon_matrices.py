@@ -10,9 +10,7 @@ import jax
 import optax
 import optax.contrib
 
-from reformax.declared import (
-    SettingError,
-)
+from reformax.declared import SettingError
 from reformax.training.named_tensors import name_of
 
 # The matrices of a stack's linear maps: queries, keys, values, gates, outputs, hidden layers.

@@ -8,12 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from reformax.declared import SettingError
-from reformax.training import (
-    evaluation,
-    kept_mass,
-    optimizer,
-    truncated_backprop,
-)
+from reformax.training import evaluation, kept_mass, optimizer, truncated_backprop
 from reformax.training import mesh as mesh_lib
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.settings import TrainSettings, build

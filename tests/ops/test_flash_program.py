@@ -13,12 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from reformax.ops.kernels.triton import flash
-from reformax.ops.kernels.triton.common import (
-    QueryRows,
-    in_logits,
-    launch,
-    query_rows,
-)
+from reformax.ops.kernels.triton.common import QueryRows, in_logits, launch, query_rows
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax, nonzero
 from tests.helpers import assert_trees_close, with_gradients

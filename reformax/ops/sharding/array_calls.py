@@ -18,12 +18,7 @@ from reformax.declared import Unsupported
 from reformax.ops.calls.arguments import check_arguments, checked_params, checked_state
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import checked_mask, with_mask
-from reformax.ops.masking.masks import (
-    SegmentIds,
-    int32_ids,
-    int32_or_bool_ids,
-    tokens_before,
-)
+from reformax.ops.masking.masks import SegmentIds, int32_ids, int32_or_bool_ids, tokens_before
 from reformax.ops.sharding.placement import CallArrays, placement_of
 from reformax.ops.sharding.shard import Shard
 
