@@ -29,9 +29,12 @@ class Shape(NamedTuple):
     length: int
     vocab_size: int
     masked: bool  # a masked language model, which sees whole rows
+    padded: bool = False  # rows end in padding; their lengths lie between half a row and a row
+    dropout: float = 0.0
 
     @property
     def tokens(self) -> int:
+        """Positions of a step, padding included."""
         return self.batch * self.length
 
     @property
@@ -84,11 +87,17 @@ class TrainingStep:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
             jax.eval_shape(init, self._key),
         )
-        of_tokens, of_targets, of_weights = jax.random.split(self._key, 3)
+        of_tokens, of_targets, of_weights, of_lengths = jax.random.split(self._key, 4)
         tokens, targets = (  # 0 would be padding
             jax.random.randint(k, size, 1, shape.vocab_size) for k in (of_tokens, of_targets)
         )
         counted = jax.random.bernoulli(of_weights, MASKED if shape.masked else 1.0, size)
+        if shape.padded:
+            lengths = jax.random.randint(
+                of_lengths, (shape.batch, 1), shape.length // 2, shape.length + 1
+            )
+            exists = jnp.arange(shape.length) < lengths
+            tokens, counted = jnp.where(exists, tokens, 0), counted & exists
         batch = (tokens, targets, counted.astype(jnp.float32))
         self._batch = jax.device_put(batch, devices.over_tokens(mesh))
         step = step_lib.step_fn(model, optimizer, mesh, accumulate=accumulate)
