@@ -41,7 +41,6 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
-    seen_by_earlier_hash,
     with_bucket,
 )
 from reformax.ops.hashing.alignment import aligned_orders
@@ -171,10 +170,9 @@ class SortedByHash(AttentionOp):
         slot = (query_slot // chunk_len - n_chunks_before) * chunk_len + arange_last(n_slots)
         seen = jnp.take_along_axis(order, jnp.clip(slot, 0, capacity - 1), axis=-1)
         exists = (slot >= 0) & (slot <= newest)
-        if self.count_once and seen.shape[2] > 1:
-            exists = exists & ~seen_by_earlier_hash(jnp.where(exists, seen, -1))
         index = seen.reshape(*seen.shape[:2], -1)
-        out = attend_to(call, q, *memory, exists.reshape(index.shape), self.impl, index=index)
+        options = dict(index=index, count_once=self.count_once and seen.shape[2] > 1)
+        out = attend_to(call, q, *memory, exists.reshape(index.shape), self.impl, **options)
         return out, SortedCache(memory, hashes)
 
 

@@ -19,11 +19,12 @@ Which keys a query sees is decided in two steps: the candidates, which are in re
 * in arrays `visible_keys` of `softmax/chunked.py`, of `keys_in_reach` of
   `softmax/chunk_layout.py`;
 * in kernels `over_keys` and `visible` of `ChunkProgram` in `kernels/triton/chunk_programs.py`;
-* in decoding `_visible_to_newest`.
+* in decoding `_in_reach`, for arrays and kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -52,7 +53,6 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
-    seen_by_earlier_hash,
     with_bucket,
 )
 from reformax.ops.hashing import circle
@@ -281,63 +281,91 @@ class lsh(AttentionOp):
     def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
         del params, k
-        position = call.position
-        memory, buckets, order, (rotations,) = cache
-        # Hash the new query, and insert its position in each hash's order.
-        factors = self._hashing.factors_for(order.shape[-1])
-        bucket = hash_by(rotations, q, factors, self._impl_of_others)
-        newest = position[:, None, None, None]
-        buckets = with_bucket(buckets, bucket, position)
-        order, bucket_start, query_slot = insert_newest(order, buckets, bucket, newest)
+        chosen = self._impl_of_others, kernel_obstacles(q, None, v)
+        interpret = None if self.wrap else choose_kernels(*chosen)
+        if interpret is None:
+            found = self._insert(q, call.position, cache)
+        else:
+            found = self._insert_in_kernel(interpret, q, call.position, cache)
+        buckets, order, key, index, mask = found
 
         # One softmax over the positions that it sees in all hashes' orders, [B, N, R * M].
-        seen, mask = self._visible_to_newest(order, bucket_start, query_slot, newest)
-        index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-        alone = v if self.attend_self_if_alone else None
-        mask, new = mask.reshape(index.shape), KeyValues(length_normalize(q), v)
-        options = dict(alone=alone, index=index)
-        out, memory = add_and_attend(call, q, memory, new, mask, self._impl_of_others, **options)
-        return out, LshCache(memory, buckets, order, SharedByBatch(rotations))
+        count_once = self.count_once and index.shape[2] > 1
+        index, mask = (x.reshape(*x.shape[:2], -1) for x in (index, mask))
+        options = dict(index=index, count_once=count_once)
+        options |= dict(alone=v if self.attend_self_if_alone else None)
+        given = call, q, cache.memory, KeyValues(key, v), mask, self._impl_of_others
+        out, memory = add_and_attend(*given, **options)
+        return out, LshCache(memory, buckets, order, cache.rotations)
 
-    def _visible_to_newest(
+    def _insert(self, q: Float[Array, "B 1 N H"], position: Int[Array, " B"], cache: LshCache):
+        """Inserts the newest query's position in each hash's order.
+
+        Returns:
+          The buckets and the order with it; the query as a key; the positions in its reach and
+          which of them it sees, `[B, N, R, M]`. Its own is never one of them: `_step` falls back to
+          its value if the mask is empty.
+        """
+        factors = self._hashing.factors_for(cache.order.shape[-1])
+        bucket = hash_by(cache.rotations.value, q, factors, self._impl_of_others)
+        newest = position[:, None, None, None]
+        buckets = with_bucket(cache.buckets, bucket, position)
+        order, bucket_start, query_slot = insert_newest(cache.order, buckets, bucket, newest)
+        capacity = order.shape[-1]
+        index = arange_last(self._n_in_reach(capacity))
+        slot, exists = self._in_reach(capacity, index, query_slot, bucket_start, newest)
+        if self.wrap:
+            pad_multiple = self._chunks.within(capacity, circle=True).chunk_len * self.pad_chunks
+            seen, exists = _across_hashes(order, slot, newest, pad_multiple)
+        else:
+            seen = take_last(order, jnp.clip(slot, 0, capacity - 1))
+        mask = exists & (seen != newest)
+        return buckets, order, length_normalize(q), jnp.where(mask, seen, 0), mask
+
+    def _insert_in_kernel(self, interpret: bool, q, position, cache: LshCache):
+        """`_insert` in one kernel."""
+        from reformax.ops.kernels.triton import sorted_order as kernel
+
+        capacity = cache.order.shape[-1]
+        options = kernel.InsertOptions(
+            tuple(self._hashing.factors_for(capacity)),
+            self._n_in_reach(capacity),
+            functools.partial(self._in_reach, capacity),
+            interpret,
+        )
+        arrays = q[:, 0], cache.rotations.value, position, cache.buckets, cache.order
+        found = kernel.insert_newest(options, kernel.InsertInputs(*arrays))
+        return found._replace(key=found.key[:, None])
+
+    def _n_in_reach(self, capacity: int) -> int:
+        """M, the number of slots in reach of a query."""
+        chunk_len, n_before, n_after = self._chunks.within(capacity, circle=self.wrap)
+        return chunk_len * (n_before if self.strictly_causal else n_before + 1 + n_after)
+
+    def _in_reach(
         self,
-        order: Int[Array, "B N R C"],
-        bucket_start: Int[Array, "B N R 1"],
-        query_slot: Int[Array, "B N R 1"],
-        newest: Int[Array, "B 1 1 1"],
-    ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-        """Positions in the query's chunks of each hash's order, and which of them it sees.
-
-        The query's own position is never one of them: `_step` falls back to its value if the mask
-        is empty. With `count_once` an earlier hash hides its positions from later ones. Positions
-        that do not exist are -1.
+        capacity: int,
+        index: Int[Array, "*d"],
+        query_slot: Int[Array, "*d"],
+        bucket_start: Int[Array, "*d"],
+        newest: Int[Array, "*d"],
+    ) -> tuple[Int[Array, "*d"], Bool[Array, "*d"]]:
+        """The slots of the query's chunks in a hash's order, and whether each has a position.
 
         Args:
-          order: each hash's order, with the newest position in it.
-          bucket_start: the slot where the query's bucket begins.
+          capacity: C.
+          index: of each slot, below M.
           query_slot: the query's slot.
+          bucket_start: the slot where the query's bucket begins.
           newest: the query's position.
         """
-        sizes = self._chunks.within(order.shape[-1], circle=self.wrap)
-        chunk_len, n_chunks_before, n_chunks_after = sizes
+        sizes = self._chunks.within(capacity, circle=self.wrap)
         if self.strictly_causal:
-            reach = chunk_len * n_chunks_before
-            slot = query_slot - reach + arange_last(reach)
-            exists = slot >= bucket_start
-        else:
-            n_slots = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-            first = (query_slot // chunk_len - n_chunks_before) * chunk_len
-            slot = first + arange_last(n_slots)
-            exists = (slot >= 0) & (slot <= newest)  # newest + 1 slots are filled
-        if self.wrap:
-            candidates, exists = _across_hashes(order, slot, newest, chunk_len * self.pad_chunks)
-        else:
-            candidates = take_last(order, jnp.clip(slot, 0, order.shape[-1] - 1))
-        mask = exists & (candidates != newest)
-        candidates = jnp.where(mask, candidates, -1)
-        if self.count_once and candidates.shape[2] > 1:
-            mask = mask & ~seen_by_earlier_hash(candidates)
-        return candidates, mask
+            slot = query_slot - sizes.chunk_len * sizes.n_chunks_before + index
+            return slot, slot >= bucket_start
+        chunk = lax.div(query_slot, jnp.int32(sizes.chunk_len))
+        slot = (chunk - sizes.n_chunks_before) * sizes.chunk_len + index
+        return slot, (slot >= 0) & (slot <= newest)  # newest + 1 slots are filled
 
 
 # Decoding. C is the capacity, M the slots that a query sees in one hash's order. A *position* is an

@@ -15,6 +15,7 @@ from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
+from reformax.ops.kernels.triton import sorted_order
 from reformax.ops.numerics.logits import PLAIN, Logits
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
@@ -345,10 +346,52 @@ def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
     jax.tree.map(np.testing.assert_array_equal, after, held)
 
 
+@pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize(
-    "n_rows, n_keys, kernels", [(1, 5, 1), (2, 5, 0), (1, cache.MAX_KERNEL_KEYS + 1, 0)]
+    "options", [{}, dict(count_once=False, n_chunks_after=1), dict(strictly_causal=True)]
 )
-def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, n_keys, kernels, monkeypatch):
+def test_the_kernel_that_inserts_the_newest(options, tile, monkeypatch):
+    """Orders of several tiles and of one; what the text fills of caches is as in arrays."""
+    monkeypatch.setattr(sorted_order, "TILE", tile)
+    n_tokens, lengths = 45, np.array([9, 1], np.int32)
+    ops = [lsh.lsh(chunk_len=4, n_buckets=(6, 2), **options, impl=i) for i in (INTERPRETED, "xla")]
+    x = draw(ops[1], 2, n_tokens)
+    prompt = x.at(slice(None), slice(0, 9))
+
+    @jax.jit
+    def start():
+        plan = inputs.plan(ops[1], prompt, causal=True, rng=KEY, train=False, length=50)
+        given = dict(plan=plan, lengths=lengths, capacity=50, rng=KEY)
+        return inputs.init_cache(ops[1], prompt, **given)
+
+    @jax.jit
+    def both(new, held, position):
+        return [inputs.step(op, new, held, position=position) for op in ops]
+
+    def filled(held):
+        many = jnp.arange(50) <= position[:, None, None, None]
+        return held.memory, held.buckets, jnp.where(many, held.order, 0)
+
+    held, position = start(), lengths
+    for _ in range(30):
+        new = x.map(lambda y, at=position: y[np.arange(2), at][:, None])
+        (out, after), (want, held) = both(new, held, position)
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=1e-6), *map(filled, (after, held))
+        )
+        position = position + 1
+
+
+@pytest.mark.parametrize(
+    "n_rows, n_keys, kernels",
+    [
+        (cache.MAX_KERNEL_ROWS, 5, 1),
+        (cache.MAX_KERNEL_ROWS + 1, 5, 0),
+        (1, cache.MAX_KERNEL_KEYS + 1, 0),
+    ],
+)
+def test_auto_takes_the_kernel_of_one_query_for_few_rows(n_rows, n_keys, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     q, keys = jnp.zeros((n_rows, 1, 2, 8)), jnp.zeros((n_rows, 2, n_keys, 8))
     attend = functools.partial(cache.attend_to, Call(), impl="auto")
@@ -385,7 +428,7 @@ WITHOUT_GPU = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU h
 @WITHOUT_GPU
 @over(filter(has_a_step_in_kernels, DECODING))
 def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
-    """Of one row "auto" takes the kernel of one query, of two it does not."""
+    """Of few rows "auto" takes the kernel of one query, of many it does not."""
     if row.factory is not dense.dense:  # which has no kernel of ours
         (step, start), (interpreted, _) = (
             first_step(row, impl, 2) for impl in ("xla", INTERPRETED)
@@ -396,8 +439,8 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
         with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
             n_kernels(row, "pallas", 1)
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    assert n_kernels(row, "auto", 1)
-    assert not n_kernels(row, "auto", 2)
+    few, many = n_kernels(row, "auto", 1), n_kernels(row, "auto", cache.MAX_KERNEL_ROWS + 1)
+    assert few == many + 1  # what inserts in an order takes any number
     assert not n_kernels(row, "xla", 1)
 
 
@@ -411,4 +454,4 @@ def test_a_step_chooses_by_itself_for_cudnn(row, monkeypatch):
     assert not n_kernels(row, "cudnn", 1)
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert n_kernels(row, "cudnn", 1)
-    assert not n_kernels(row, "cudnn", 2)
+    assert not n_kernels(row, "cudnn", cache.MAX_KERNEL_ROWS + 1)

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.harness import attention_table
-from reformax.layers.kernels import feed_forward, layer_norm, one_row
-from reformax.ops import flash
+from reformax.layers.kernels import feed_forward, few_rows, layer_norm, one_row
+from reformax.ops import flash, lsh
 from reformax.ops.calls import dispatch
+from reformax.ops.calls.call import Call
+from reformax.ops.decoding.cache import KeyValues, SharedByBatch
 from reformax.ops.kernels.triton import one_query
 from reformax.training.kernels import cross_entropy
 from tools import described, program
@@ -77,12 +79,24 @@ def products_of_a_row(x, added, w, scale, bias):
     return one_row.affine(options, one_row.OneRowInputs(x, added, w, None, factors))
 
 
+def products_of_rows(x, added, w, scale, bias):
+    options = one_row.OneRowOptions(1e-5, jax.nn.gelu, (w.shape[0],))
+    inputs = one_row.OneRowInputs(x, added, w, None, dict(scale=scale, bias=bias))
+    return few_rows.affine(options, inputs)
+
+
 def loss(logits, targets, weights):
     return cross_entropy.differentiate(logits, targets, weights, 0.1, 1e-4, "bfloat16")
 
 
 def decoding_step(q, keys, values, mask):
     return one_query.attend(q, keys, values, mask)
+
+
+def lsh_step(q, keys, buckets, rotations, position):
+    op = lsh.lsh(n_hashes=2, n_buckets=256, impl="auto")
+    cache = lsh.LshCache(KeyValues(keys, keys), buckets, buckets, SharedByBatch(rotations))
+    return op._step(Call(position=position), None, q, q, q, cache)
 
 
 # A function and the shapes of its arguments: a dtype of None is the one under test. Gradients are
@@ -98,9 +112,18 @@ OTHER_KERNELS = {
         [((1, 1024), None), ((1, 4096), None), ((4096, 1024), None)] + [((1024,), "float32")] * 2,
         0,
     ),
+    products_of_rows: (
+        [((8, 1024), None), ((8, 4096), None), ((4096, 1024), None)] + [((1024,), "float32")] * 2,
+        0,
+    ),
     loss: ([((512, 50257), "float32"), ((512,), "int32"), ((512,), "float32")], 0),
     decoding_step: (
         [((1, 1, 8, 128), None)] + [((1, 2, 4096, 128), None)] * 2 + [((1, 1, 4096), "bool")],
+        0,
+    ),
+    lsh_step: (
+        [((2, 1, 4, 64), None), ((2, 4, 20000, 64), None), ((2, 4, 2, 20000), "int32")]
+        + [((4, 64, 2, 128), "float32"), ((2,), "int32")],
         0,
     ),
 }

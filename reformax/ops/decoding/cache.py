@@ -18,8 +18,9 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
-# The most keys for which "auto" takes the kernel, in which one program reads all keys of a head.
-MAX_KERNEL_KEYS = 1024
+# The most keys and rows for which "auto" takes the kernel, in which one program reads all keys of a
+# head.
+MAX_KERNEL_KEYS, MAX_KERNEL_ROWS = 1024, 8
 
 
 class KeyValues(NamedTuple):
@@ -113,11 +114,12 @@ def attend_to(
     q: Float[Array, "B 1 N H"],
     keys: Float[Array, "B G S H"],
     values: Float[Array, "B G S V"],
-    mask: Bool[Array, "#B #N K"],
+    mask: Bool[Array, "#B #N K"] | Int[Array, "#B #N K"],
     impl: str,
     alone: Float[Array, "B 1 N V"] | None = None,
     bias: Float[Array, "#B N K"] | None = None,
     index: Int[Array, "B N K"] | None = None,
+    count_once: bool = False,
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
@@ -125,13 +127,14 @@ def attend_to(
       call: of the op, which says how logits are made.
       q: the queries.
       keys, values: the cache's.
-      mask: which keys a query sees.
+      mask: which keys a query sees; as integers 1 or 0.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
-        later and heads of 256 or less. "auto" takes the kernel on such a GPU for a single row of up
-        to `MAX_KERNEL_KEYS` keys. XLA is faster with eight rows.
+        later and heads of 256 or less. "auto" takes the kernel on such a GPU for up to
+        `MAX_KERNEL_ROWS` rows of up to `MAX_KERNEL_KEYS` keys.
       alone: the output of a query that sees no key: the value at its own position; None is zeros.
       bias: added to the logits.
       index: the slots of the K keys that each head may see; None: all slots.
+      count_once: whether a slot that is seen several times counts once.
 
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
@@ -141,7 +144,11 @@ def attend_to(
         from reformax.ops.kernels.triton import one_query as kernel
 
         options = dict(alone=alone, logits=call.logits, bias=bias, index=index, sinks=call.sinks)
+        options |= dict(count_once=count_once)
         return kernel.attend(q, keys, values, mask, interpret, **options)[0]
+    mask = mask.astype(bool)
+    if count_once:
+        mask = mask & ~_seen_before(index, mask)
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
@@ -156,6 +163,12 @@ def attend_to(
     return _output(whole, alone, q).astype(values.dtype)
 
 
+def _seen_before(index: Int[Array, "B N K"], mask: Bool[Array, "B N K"]) -> Bool[Array, "B N K"]:
+    """Whether an earlier key of the same slot is seen."""
+    same = (index[..., None] == index[..., None, :]) & mask[..., None, :]
+    return jnp.any(jnp.tril(same, -1), axis=-1)
+
+
 def _output(
     whole: Softmax, alone: Float[Array, "B 1 N V"] | None, q: Float[Array, "B 1 N H"]
 ) -> Float[Array, "B 1 N V"]:
@@ -166,7 +179,7 @@ def _output(
 
 def _choose_kernels(call: Call, impl: str, q, keys, values, mask) -> Interpret:
     """`choose_kernels` of a call of `attend_to`."""
-    pays = q.shape[0] == 1 and mask.shape[-1] <= MAX_KERNEL_KEYS
+    pays = q.shape[0] <= MAX_KERNEL_ROWS and mask.shape[-1] <= MAX_KERNEL_KEYS
     return choose_kernels(impl, kernel_obstacles(q, keys, values), pays)
 
 
@@ -175,7 +188,7 @@ def add_and_attend(
     q: Float[Array, "B 1 N H"],
     ring: KeyValues,
     new: KeyValues,
-    mask: Bool[Array, "#B #N K"],
+    mask: Bool[Array, "#B #N K"] | Int[Array, "#B #N K"],
     impl: str,
     **options: Any,
 ) -> tuple[Float[Array, "B 1 N V"], KeyValues]:

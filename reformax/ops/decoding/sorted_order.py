@@ -1,13 +1,12 @@
 """Inserts one more position into the order by hash bucket, in decoding.
 
-Letters besides those of `reformax.ops.base`: C is the capacity, M the number of keys that a query
-sees in a hash. A *slot* is an index into an order.
+Letters besides those of `reformax.ops.base`: C is the capacity. A *slot* is an index into an order.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from reformax.ops.decoding.cache import put
 
@@ -39,14 +38,6 @@ def insert_newest(
     shifted = jnp.concatenate([order[..., :1], order[..., :-1]], axis=-1)
     order = jnp.where(index < slot, order, jnp.where(index == slot, newest, shifted))
     return order, bucket_start, slot
-
-
-def seen_by_earlier_hash(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
-    """Whether each position is also visible in an earlier hash."""
-    of_hash = jnp.arange(seen.shape[2])[None, None, :, None]
-    again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
-    again = again & (of_hash[..., None, None] > of_hash[:, :, None, None])
-    return jnp.any(again, axis=(-2, -1))
 
 
 def arange_last(n: int) -> Int[Array, "1 1 1 n"]:

@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.ops.numerics.precision import accum_dtype
 
+EPSILON = 1e-6  # added to the mean square
 
-def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
+
+def length_normalize(x: Float[Array, "*d H"], epsilon: float = EPSILON) -> Float[Array, "*d H"]:
     """`x` scaled to unit root mean square over its last axis."""
     return _normalize(epsilon, x)
 

@@ -54,6 +54,50 @@ def _extremes(products: Array, index: Array, half: int) -> _Extremes:
     return _Extremes(high, argmax, low, argmin)
 
 
+def bucket_of(
+    x: Array,
+    size: int,
+    rotation: Callable[[Array, Array], Any],
+    factors: Sequence[int],
+    directions: int = DIRECTIONS,
+) -> Array:
+    """The bucket of each row of a tile.
+
+    Args:
+      x: the tile, zeros from column `size` on.
+      size: H.
+      rotation: `(feature, index) -> view`, a hash's rotations at an index of a direction.
+      factors: the bucket counts.
+      directions: the most that a step multiplies with.
+    """
+    feature = jnp.arange(x.shape[1], dtype=jnp.int32)[:, None]
+
+    def best_of(start: int, half: int) -> _Extremes:
+        """The extremes over `half` directions from `start`, a tile of them at a time."""
+        width = min(directions, power_of_two(half))
+
+        def of_tile(first) -> _Extremes:
+            index = first + jnp.arange(width, dtype=jnp.int32)
+            exists = (feature < size) & (index < half)[None, :]
+            rotations = load(rotation(feature, start + index[None, :]), exists, 0.0)
+            return _extremes(matmul(x, rotations.astype(x.dtype)), index, half)
+
+        found = of_tile(jnp.int32(0))
+        if half <= width:
+            return found
+        n_tiles = -(-half // width)
+        return _loop(1, n_tiles, lambda i, found: found.with_more(of_tile(i * width)), found)
+
+    bucket, start, scale = jnp.zeros((x.shape[0],), jnp.int32), 0, 1
+    for factor in factors:
+        half = factor // 2
+        found = best_of(start, half)
+        positive = found.high >= -found.low
+        bucket = bucket + scale * jnp.where(positive, found.argmax, found.argmin + half)
+        start, scale = start + half, scale * factor
+    return bucket
+
+
 def _kernel(
     x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: int, directions: int
 ):
@@ -68,33 +112,11 @@ def _kernel(
         0.0,
     )
 
-    def best_of(hash_index, start: int, half: int) -> _Extremes:
-        """The extremes over `half` directions of a hash from `start`, a tile of them at a time."""
-        width = min(directions, power_of_two(half))
-
-        def of_tile(first) -> _Extremes:
-            index = first + jnp.arange(width, dtype=jnp.int32)
-            rotation = load(
-                rotations_ref.at[head, hash_index, feature[:, None], start + index[None, :]],
-                (feature < size)[:, None] & (index < half)[None, :],
-                0.0,
-            )
-            return _extremes(matmul(x, rotation), index, half)
-
-        found = of_tile(jnp.int32(0))
-        if half <= width:
-            return found
-        n_tiles = -(-half // width)
-        return _loop(1, n_tiles, lambda i, found: found.with_more(of_tile(i * width)), found)
-
     def one_hash(hash_index, _):
-        bucket, start, scale = jnp.zeros((rows,), jnp.int32), 0, 1
-        for factor in factors:
-            half = factor // 2
-            found = best_of(hash_index, start, half)
-            positive = found.high >= -found.low
-            bucket = bucket + scale * jnp.where(positive, found.argmax, found.argmin + half)
-            start, scale = start + half, scale * factor
+        def rotation(line, index):
+            return rotations_ref.at[head, hash_index, line, index]
+
+        bucket = bucket_of(x, size, rotation, factors, directions)
         pltriton.store(bucket_ref.at[batch, head, hash_index, row], bucket, mask=exists)
 
     # A loop keeps the compiled program as small as that of one hash.

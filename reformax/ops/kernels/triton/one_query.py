@@ -53,7 +53,7 @@ class OneQueryInputs(NamedTuple):
     sinks: Float[Array, " N"] | None  # of `softmax.learned_sinks`
 
 
-def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
+def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits, count_once: bool):
     row, head = pl.program_id(0), pl.program_id(1)
     n_entries, n_heads = inputs.seen.shape[2], inputs.q.shape[1]
     group_size = n_heads // inputs.keys.shape[1]
@@ -74,29 +74,47 @@ def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits):
         first, second = (i if n > 1 else 0 for i, n in zip((row, head), ref.shape, strict=False))
         return load(ref.at[first, second, entry], exists, other)
 
-    def rows(ref, new_ref, slot, seen, size):
+    def rows(ref, new_ref, slot, exists, size):
         view, inside = vector(ref, row, group, slot[:, None], size=size)
         if new_ref is None:
-            return load(view, seen[:, None] & inside[None], 0.0).astype(jnp.float32)
+            return load(view, exists[:, None] & inside[None], 0.0)
         is_new = slot == new_slot
-        out_row = load(view, (seen & ~is_new)[:, None] & inside[None], 0.0)
+        out_row = load(view, (exists & ~is_new)[:, None] & inside[None], 0.0)
         new_row = load(*vector(new_ref, row, group, size=size), 0.0)
-        return jnp.where((seen & is_new)[:, None], new_row[None], out_row).astype(jnp.float32)
+        return jnp.where(is_new[:, None], new_row[None], out_row)
+
+    def entries(i):
+        entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
+        exists = entry < n_entries
+        slot = entry if inputs.index is None else of_entry(inputs.index, entry, exists, 0)
+        return entry, exists, slot, of_entry(inputs.seen, entry, exists, 0) > 0
+
+    def seen_before(i, entry, slot):
+        """Whether an entry before each one is seen and has its slot."""
+
+        def among(j, found):
+            other, _, slots, seen = entries(j)
+            same = (slots[None] == slot[:, None]) & seen[None] & (other[None] < entry[:, None])
+            return jnp.maximum(found, jnp.max(same.astype(jnp.int32), axis=1))
+
+        return lax.fori_loop(0, i + 1, among, jnp.zeros(tile, jnp.int32)) > 0
 
     def step(i, state):
         acc, row_max, row_sum = state
-        entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
-        exists = entry < n_entries
-        seen = of_entry(inputs.seen, entry, exists, 0) > 0
-        slot = entry if inputs.index is None else of_entry(inputs.index, entry, seen, 0)
-        keys = rows(inputs.keys, new and new.key, slot, seen, size)
+        entry, exists, slot, seen = entries(i)
+        # Both are on their way before anything waits, for unseen entries too.
+        keys = rows(inputs.keys, new and new.key, slot, exists, size)
+        values = rows(inputs.values, new and new.value, slot, exists, d_v)
+        if count_once:
+            seen &= ~seen_before(i, entry, slot)
+        keys = keys.astype(jnp.float32)
         found = logits.capped(jnp.sum(keys * q[None], axis=1) * logits.scale)
         if inputs.bias is not None:
             found = found + of_entry(inputs.bias, entry, seen, 0.0).astype(jnp.float32)
         found = jnp.where(seen, found, -jnp.inf)
         new_max = jnp.maximum(row_max, jnp.max(found))
         weights, decay = jnp.exp(found - new_max), jnp.exp(row_max - new_max)
-        values = rows(inputs.values, new and new.value, slot, seen, d_v)
+        values = jnp.where(seen[:, None], values.astype(jnp.float32), 0.0)  # they may be NaN
         added = jnp.sum(weights[:, None] * values, axis=0)
         return acc * decay + added, new_max, row_sum * decay + jnp.sum(weights)
 
@@ -126,7 +144,7 @@ def attend(
     q: Float[Array, "B 1 N H"],
     keys: Float[Array, "B G S H"],
     values: Float[Array, "B G S V"],
-    mask: Bool[Array, "#B #N K"],
+    mask: Bool[Array, "#B #N K"] | Int[Array, "#B #N K"],
     interpret: bool = False,
     *,
     index: Int[Array, "B N K"] | None = None,
@@ -135,6 +153,7 @@ def attend(
     bias: Float[Array, "#B N K"] | None = None,
     new: NewKey | None = None,
     sinks: Float[Array, " N"] | None = None,
+    count_once: bool = False,
 ) -> tuple[Float[Array, "B 1 N V"], tuple[Array, Array] | None]:
     """`ops.decoding.cache.attend_to`; with `new`, also the updated keys and values."""
     inputs = OneQueryInputs(
@@ -154,7 +173,7 @@ def attend(
     if new is not None:
         after = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     out, after = launch(
-        functools.partial(_kernel, logits=logits.for_size(q.shape[-1])),
+        functools.partial(_kernel, logits=logits.for_size(q.shape[-1]), count_once=count_once),
         (inputs,),
         (shape, after),
         grid=(batch, n_heads),
