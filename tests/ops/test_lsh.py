@@ -399,7 +399,6 @@ def test_strictly_causal_lsh_reads_nothing_of_the_future():
         pytest.param("xla", 33, np.float32, 1e-5, marks=pytest.mark.slow),
         pytest.param("xla", 33, jnp.bfloat16, 2e-2, marks=pytest.mark.slow),
         pytest.param(INTERPRETED, 17, np.float32, 1e-5, marks=pytest.mark.slow),
-        pytest.param(INTERPRETED, 17, jnp.bfloat16, 2e-2, marks=pytest.mark.slow),
     ],
 )
 def test_many_hashes_show_the_union_of_their_chunks(impl, n_hashes, dtype, tolerance):
