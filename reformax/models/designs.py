@@ -55,7 +55,17 @@ class Readers(NamedTuple):
 
     are: Callable[[AttentionOp], bool]
     do: str  # what an error says that none of a model's does
-    one: str  # how an error asks for one
+    one: str | Callable[[Sequence[AttentionOp]], str]  # how an error asks for one, of a model's
+
+
+def _one_that_hides_itself(ops: Sequence[AttentionOp]) -> str:
+    """How an error asks for an op that hides a position from itself: a model's own, if one can."""
+    name = "lsh.lsh"
+    for op in ops:
+        if op.shared_qk and hasattr(op, "attend_self_if_alone"):
+            name = f"{type(op).__module__.rpartition('.')[2]}.{op.name}"
+            break
+    return f"one that does, such as {name}(attend_self_if_alone=False)"
 
 
 _RECURRENT = Readers(
@@ -77,7 +87,7 @@ READERS = {
     "next_value": Readers(
         lambda op: op.never_sees_itself,
         "hides a position from itself",
-        "one that does, such as lsh.lsh(attend_self_if_alone=False)",
+        _one_that_hides_itself,
     ),
     "attention_gate": Readers(
         lambda op: not op.gated,
@@ -108,9 +118,10 @@ def check_read(settings: Mapping[str, Any], argument: str, ops: Sequence[Attenti
         value = settings.get(name)
         if value and not any(map(readers.are, ops)):
             without = f"set {name}=False" if value is True else "leave it out"
+            one = readers.one if isinstance(readers.one, str) else readers.one(ops)
             raise SettingError(
                 f"{name} is {value!r} and no op of {argument} {readers.do}: {without}, or give "
-                f"{readers.one}"
+                f"{one}"
             )
 
 

@@ -450,7 +450,17 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         (dict(vocab_size=None), "vocab_size is None: expected a whole number of at least 2"),
         (dict(d_model=0), "d_model is 0: expected at least 1"),
         (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'rotary_local', "),
-        (dict(next_value=True), "next_value is True and no op of attention_type hides a"),
+        (
+            dict(next_value=True),
+            "next_value is True and no op of attention_type hides a position from itself: set "
+            "next_value=False, or give one that does, such as lsh.lsh(attend_self_if_alone=False)",
+        ),
+        (
+            dict(next_value=True, attention_type=(OPS["local"], OPS["shared_qk"])),
+            "next_value is True and no op of attention_type hides a position from itself: set "
+            "next_value=False, or give one that does, such as shared_qk.shared_qk("
+            "attend_self_if_alone=False)",
+        ),
         (
             dict(pos_type="none", pos_axial_shape=(4, 4)),
             "pos_type is 'none', pos_axial_shape (4, 4), pos_d_axial_embs (): 'axial' needs both",

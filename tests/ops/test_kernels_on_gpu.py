@@ -165,6 +165,9 @@ CASES = {
     "lsh, 256": Case(
         of(lsh.lsh, n_hashes=4, chunk_len=64, n_buckets=16), 2, 2, 256, 1777, packed=True
     ),
+    "lsh, 32 hashes": Case(
+        of(lsh.lsh, n_hashes=32, chunk_len=32, attend_self_if_alone=False), t=1777, packed=True
+    ),
     "smyrf, 256": Case(smyrf.smyrf, 2, 2, 256, 1000, causal=False),
     "retention, 256": Case(retention.retention, 2, 2, 256, 1000, packed=True),
     "gated_linear, wide": Case(gated_linear.gated_linear, 2, 2, 128, 1000, packed=True),

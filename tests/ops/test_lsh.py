@@ -12,7 +12,9 @@ from reformax.ops import lsh, shared_qk
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing import angular as hashing
 from reformax.ops.hashing import sorting
+from reformax.ops.softmax.orders import Order
 from tests.helpers import assert_trees_close, with_gradients
+from tests.ops import oracle, rows
 
 KEY = jax.random.key(0)
 
@@ -388,6 +390,51 @@ def test_strictly_causal_lsh_reads_nothing_of_the_future():
     np.testing.assert_allclose(whole, shorter, atol=1e-6)
     wide = lsh.lsh(chunk_len=4, n_hashes=3, n_buckets=4)
     assert np.abs(attend(wide, q, v, causal=True)[:, :now] - whole).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "impl, n_hashes, dtype, tolerance",
+    [
+        ("xla", 12, np.float32, 1e-5),
+        pytest.param("xla", 33, np.float32, 1e-5, marks=pytest.mark.slow),
+        pytest.param("xla", 33, jnp.bfloat16, 2e-2, marks=pytest.mark.slow),
+        pytest.param(INTERPRETED, 17, np.float32, 1e-5, marks=pytest.mark.slow),
+    ],
+)
+def test_many_hashes_show_the_union_of_their_chunks(impl, n_hashes, dtype, tolerance):
+    """Clustered vectors of large logits. The more hashes, the nearer is dense attention."""
+    rng = np.random.default_rng(0)
+    length, sizes = 85, (2, 85, 2, 8)
+    of_cluster = 3 * rng.normal(size=(6, 8))
+    q = (of_cluster[rng.integers(6, size=sizes[:3])] + rng.normal(size=sizes)).astype(dtype)
+    v, d_out = (rng.normal(size=sizes).astype(dtype) for _ in range(2))
+    earlier = np.tril(np.ones((length, length), int), -1)
+    reach = dict(chunk_len=4, n_chunks_before=1, n_chunks_after=0)
+
+    def of_oracle(counts):
+        q64, v64, d64 = (np.asarray(x, np.float64) for x in (q, v, d_out))
+        out, (dq, _, dv, _) = oracle.attention(q64, None, v64, counts, 1.0, d64)
+        return out, (dq, dv)
+
+    op = lsh.lsh(chunk_len=4, n_hashes=n_hashes, attend_self_if_alone=False, impl=impl)
+    masks = dict(segment_ids=None, causal=True)
+
+    @jax.jit
+    def run(q, v, d_out):
+        plan = op.plan((), q, None, rng=KEY, train=True, **masks)
+        attend = functools.partial(op.apply, (), plan=plan, dropout=0.0, rng=None, **masks)
+        out, vjp = jax.vjp(lambda q, v: attend(q, None, v), q, v)
+        return plan, (out, vjp(d_out))
+
+    def counts(plan):
+        shape = rows.Shape(2, length, length, 2)
+        return earlier * (rows.hashes_that_reach(reach, plan, shape) > 0)
+
+    plan, found = run(q, v, d_out)
+    assert_trees_close(found, of_oracle(counts(plan)), tolerance)
+    dense, of_two = of_oracle(earlier), of_oracle(counts(Order(plan.query_positions[:, :, :2])))
+    errors = [np.abs(np.asarray(x[0], np.float64) - dense[0]).mean() for x in (found, of_two)]
+    assert errors[0] < errors[1] / 2
 
 
 # The backward pass
