@@ -182,7 +182,7 @@ def test_all_tables_of_times_have_every_figure_of_the_file(script):
 
 def test_all_tables_are_those_of_a_file_of_the_benchmark_too(script, tmp_path):
     shape = measured.SHAPES["tiny"]
-    every = [case for group in measured.cases(shape, ["flash", "linear"]) for case in group]
+    every = [case for group in measured.groups(shape, ["flash", "linear"]) for case in group]
     known = {case: measured.Figures(1.0, 2.0, 3.0, case.length / 64) for case in every}
     (slow,) = (x for x in every if x[:4] == ("linear", 128, 0.0, False))
     known[slow] = measured.Figures(error=measured.LEFT_OUT)
