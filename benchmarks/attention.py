@@ -49,8 +49,10 @@ tables and not measured again.
 the forward pass, the backward pass and both, with and without dropout and a mask of padding, and
 memory. Rows are not causal but where an attention must be. The folder gets table.jsonl, a line for
 each case, and table.csv, of which `python docs/attention_table.py --all FILE` makes tables. The
-same command goes on where it was interrupted; what runs out of memory is recorded so, and where
-both passes took seconds, longer rows are left out. Times are means of queued calls.
+same command goes on where it was interrupted; what runs out of memory, or is not compiled in
+`--limit` seconds, is recorded so, and where both passes took seconds, longer rows are left out.
+Times are means of queued calls. `--only`, `--lengths` and `--settings` choose, and are measured in
+their order; commands with the same folder share a device, and time in turn.
 """
 
 from __future__ import annotations
@@ -204,17 +206,19 @@ def chosen(
 def fill_table(args: argparse.Namespace) -> None:
     """Measures what the table's file does not have, and writes the tables as they grow."""
     shape = command_line.of_size(attention_table.SHAPES, args.tiny)
-    shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
-    file = attention_table.File(args.table / "table.jsonl")
+    shape = shape._replace(lengths=tuple(args.lengths or shape.lengths))
+    path = args.table / "table.jsonl"
+    file = attention_table.File(path)
     only = args.only or list(attention_table.attentions())
-    for group in attention_table.fill(file, shape, only, args.repeats):
-        case = group[0]
-        title = f"{case.length:,}, {attention_table.words(case.dropout, case.masked)}"
-        table = Table("attention", *attention_table.FIGURES, title=title)
-        for case in group:
-            fields = attention_table.FIGURES.values()
-            table.row(case.attention, *(attention_table.cell(file.known[case], x) for x in fields))
-        attention_table.write(args.table, file.known, case.machine)
+    for group in attention_table.fill(file, shape, only, args.settings, args.limit):
+        for length in dict.fromkeys(case.length for case in group):
+            title = f"{length:,}, {attention_table.words(group[0].dropout, group[0].masked)}"
+            table = Table("attention", *attention_table.FIGURES, title=title)
+            for case in (x for x in group if x.length == length):
+                known, fields = file.known[case], attention_table.FIGURES.values()
+                table.row(case.attention, *(attention_table.cell(known, x) for x in fields))
+        # Other commands have added to the file.
+        attention_table.write(args.table, attention_table.File(path).known, group[0].machine)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -234,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "leave out the rows of exact attention that others are compared with"
     parser.add_argument("--alone", action="store_true", help=text)
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="measure all, into the folder")
+    every = list(attention_table.SETTINGS)
+    text = "of --table, with dropout and a mask"
+    parser.add_argument("--settings", nargs="+", choices=every, default=every, help=text)
     args = parser.parse_args(argv)
     if args.table:
         for name in (
@@ -242,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "d_head",
             "tokens",
             "saved",
-            "limit",
+            "repeats",
             "at_once",
             "unchecked",
             "alone",
@@ -254,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--only has {', '.join(unknown)} with --table: expected some of {known}")
         fill_table(args)
         return
+    if args.settings != every:
+        parser.error(f"--settings is {' '.join(args.settings)}: it goes with --table")
     shape = command_line.of_size(SHAPES, args.tiny)
     sizes = dict(lengths=tuple(args.lengths or shape.lengths), tokens=args.tokens)
     heads = dict(n_heads=args.n_heads or shape.n_heads, d_head=args.d_head or shape.d_head)

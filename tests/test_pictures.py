@@ -172,17 +172,18 @@ def test_the_table_of_times_is_that_of_the_file(script):
 def test_all_tables_of_times_have_every_figure_of_the_file(script):
     tables = script(ROOT / "docs/attention_table.py")
     printed, rows = tables.tables(), tables.read()
-    assert [int(n) for n in re.findall(r"^### (\d+)\.", printed, re.MULTILINE)] == [*range(9, 22)]
+    assert [int(n) for n in re.findall(r"^### (\d+)\.", printed, re.MULTILINE)] == [*range(9, 24)]
     both = printed.partition("### 20.")[2].partition("### 21.")[0]
     for name in {key[0] for key in rows}:
-        cells = [tables.cell(rows[name, n, *tables.PLAIN], "combined_ms") for n in ("128", "65536")]
+        found = [rows.get((name, n, *tables.PLAIN)) for n in ("128", "65536")]
+        cells = [tables.cell(row, "combined_ms") for row in found]
         line = next(x for x in both.splitlines() if x.startswith(f"| {name} |"))
         assert [line.split(" | ")[1], line.removesuffix(" |").split(" | ")[-1]] == cells
 
 
 def test_all_tables_are_those_of_a_file_of_the_benchmark_too(script, tmp_path):
     shape = measured.SHAPES["tiny"]
-    every = [case for group in measured.cases(shape, ["flash", "linear"]) for case in group]
+    every = [case for group in measured.groups(shape, ["flash", "linear"]) for case in group]
     known = {case: measured.Figures(1.0, 2.0, 3.0, case.length / 64) for case in every}
     (slow,) = (x for x in every if x[:4] == ("linear", 128, 0.0, False))
     known[slow] = measured.Figures(error=measured.LEFT_OUT)
@@ -196,18 +197,58 @@ def test_all_tables_are_those_of_a_file_of_the_benchmark_too(script, tmp_path):
 
 def test_a_backward_pass_below_nothing_is_no_figure(script):
     tables = script(ROOT / "docs/attention_table.py")
-    rows = tables.read()
-    below = [key for key, row in rows.items() if row["backward_ms"].startswith("-")]
-    assert len(below) == 44
-    for key in below:
-        assert tables.cell(rows[key], "backward_ms") == tables.NONE
+    for key, row in tables.read().items():
+        if row["backward_ms"].startswith("-"):
+            assert tables.cell(row, "backward_ms") == tables.NONE, key
+    row = {"backward_ms": "0.05", "combined_ms": "0.5", "host_ms": "0.04", "error": ""}
+    assert [tables.cell(row, x) for x in ("backward_ms", "combined_ms")] == ["< 0.05", "0.50"]
+    assert tables.cell(row | {"backward_ms": "-0.05"}, "backward_ms") == tables.NONE
+    assert tables.cell(row | {"backward_ms": ""}, "backward_ms") == "OOM"
     assert tables.cell({"error": "out of memory"}, "backward_ms") == "OOM"
+
+
+def test_figures_of_several_folders_are_one_file(script, tmp_path, monkeypatch):
+    """In the order of the benchmark, whichever came first; a case that was not reached is none."""
+    tables = script(ROOT / "docs/attention_table.py")
+    monkeypatch.setattr(tables, "CSV", tmp_path / "attention_table.csv")
+    shape = measured.Shape(16, (65536, 128), 8, 64, "bfloat16")
+    every = [x for group in measured.groups(shape, ["linear", "flash", "dense"]) for x in group]
+    files = {n: measured.File(tmp_path / str(n) / "table.jsonl") for n in shape.lengths}
+    for case in every:
+        ms = (
+            case.length
+            / 64
+            * (1.5 if case.dropout else 1)
+            * (2 if case.attention == "flash" else 1)
+        )
+        if case.attention != "linear" or not case.dropout:
+            figures = measured.Figures(ms / 4, None if case.masked else ms, ms, 7.0, host_ms=2.0)
+            files[case.length].write(case, figures)
+    tables.join([tmp_path / f"{n}/table.jsonl" for n in shape.lengths])
+    rows = tables.read(tables.CSV)
+    assert list(dict.fromkeys(key[0] for key in rows)) == ["flash", "dense", "linear"]
+    assert list(dict.fromkeys(key[1] for key in rows)) == ["128", "65536"] and len(rows) == 20
+    monkeypatch.setattr(tables, "read", lambda *_: rows)
+    shown = tables.summary()
+    assert "| FlashAttention, A100 | 7,493 | 1.24x | 1.00x |" in shown
+    assert (
+        "| flash | 2,048 | 1.50x | 1.00x |" in shown and "| linear | 1,024 | – | 1.00x |" in shown
+    )
+    printed = tables.tables()
+    both = printed.partition("### 20.")[2]
+    assert "| flash | 4.00 | 2,048 |" in both and "| dense | < 2.00 | 1,024 |" in both
+    of_a100, of_dense = both.partition("### 22.")[2].split("### 23.")
+    assert "| flash | 0.08x | 3.66x |" in of_a100 and "| flash | 0.50x | 0.50x |" in of_dense
+    files[128].write(every[0]._replace(machine="another"), measured.Figures(1.0, 1.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match="--join has figures of 2 machines"):
+        tables.join([tmp_path / "128/table.jsonl"])
 
 
 def test_every_attention_has_a_panel(pictures):
     drawn = importlib.import_module("attention_table")
     names = [name for panel in drawn.PANELS.values() for name in panel]
-    assert sorted([*names, drawn.REFERENCE]) == sorted(drawn.read())
+    assert sorted([*names, drawn.REFERENCE]) == sorted(measured.attentions())
+    assert set(drawn.read()) <= {*names, drawn.REFERENCE}
     assert max(map(len, drawn.PANELS.values())) < 8
 
 

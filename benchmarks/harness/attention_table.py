@@ -2,7 +2,8 @@
 
 The tables 9 to 21 of Dao et al. 2022, "FlashAttention", for the attentions here:
 forward pass, backward pass, both, and memory. Figures are kept in a file, a line as soon as a case
-is done: the same command goes on after any interruption.
+is done: the same command goes on after any interruption. Commands that share a folder share its
+device: they compile side by side, and time in turn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import command_line, lines, rows
-from benchmarks.harness.calls import COMPILERS, MIB, attempt, attempt_each, reason, time_calls
+from benchmarks.harness.calls import COMPILERS, MIB, N_QUEUED, attempt, attempt_within, reason
+from benchmarks.harness.processes import alone, together
 from reformax import durable, memory
 from reformax.ops import (
     AttentionOp,
@@ -55,8 +57,9 @@ from reformax.ops import (
 
 DROPOUT = 0.1
 N_PADDING = 20  # a masked row ends with fewer tokens of padding than this
-MOST = 2.0  # seconds of the calls of a pass
+MOST = 0.5  # seconds of the calls of a pass, where one takes less
 HIDDEN = 1.5  # times the host's time for a program: up to this the device's is not seen
+TOGETHER = 2**15  # tokens of a row in all lengths whose programs are compiled side by side
 SLOW = 2.0  # seconds of a forward and backward pass after which longer rows are left out
 OUT_OF_MEMORY, LEFT_OUT = "out of memory", "left out, slow"
 DIED = 2  # beginnings without a figure after which a case is given up
@@ -142,6 +145,14 @@ class Figures(NamedTuple):
     host_ms: float = 0.0  # what the host takes to start a program: no figure is below it
 
 
+# Dropout, and whether a mask: what is most asked for comes first.
+SETTINGS = {
+    "plain": (0.0, False),
+    "dropout": (DROPOUT, False),
+    "mask": (0.0, True),
+    "both": (DROPOUT, True),
+}
+
 # The columns of figures, by their titles.
 FIGURES = {
     "forward pass, ms": "forward_ms",
@@ -151,12 +162,24 @@ FIGURES = {
 }
 
 
-def cases(shape: Shape, names: Sequence[str]) -> Iterator[list[Case]]:
-    """The cases in the order of their measuring, those of one length and setting together."""
+def groups(
+    shape: Shape, names: Sequence[str], settings: Sequence[str] = tuple(SETTINGS)
+) -> Iterator[list[Case]]:
+    """The cases in the order of their measuring, those that are compiled side by side together.
+
+    These are of one setting, and of lengths that follow each other and are no more than `TOGETHER`.
+    """
     sizes = shape.batch, shape.n_heads, shape.d_head, shape.dtype, command_line.machine()
-    settings = [(0.0, False), (DROPOUT, True), (0.0, True), (DROPOUT, False)]
-    for (dropout, masked), length in itertools.product(settings, shape.lengths):
-        yield [Case(name, length, dropout, masked, *sizes) for name in names]
+    for setting in settings:
+        dropout, masked = SETTINGS[setting]
+        group, tokens = [], 0
+        for length in shape.lengths:
+            if group and tokens + length > TOGETHER:
+                yield group
+                group, tokens = [], 0
+            group += [Case(name, length, dropout, masked, *sizes) for name in names]
+            tokens += length
+        yield group
 
 
 class File:
@@ -164,6 +187,7 @@ class File:
 
     def __init__(self, path: Path):
         self._path, self.known, self._begun = path, {}, {}
+        self.lock = path.with_name("lock")
         for case, figures in lines.read(path):
             # Lines of an older table, whose backward pass was a difference, are measured again.
             if figures is None or len(figures) == len(Figures._fields):
@@ -240,20 +264,18 @@ def both(op: AttentionOp, dropout: float, causal: bool, *arrays, **named) -> tup
 
 
 class Programs(NamedTuple):
-    """The compiled programs of a case; each but `backward` takes its arrays by name."""
+    """The programs of a case, lowered or compiled; each but `backward` takes its arrays by name."""
 
-    forward: Callable[..., Any]
-    keeping: Callable[..., Any]
-    backward: Callable[[Any], Any]
-    combined: Callable[..., Any]
-    memory_mib: float
+    combined: Any
+    keeping: Any
+    backward: Any
+    forward: Any
 
 
-def programs(op: AttentionOp, case: Case) -> Programs:
+def lowered(op: AttentionOp, case: Case) -> Programs:
     """The programs of a case.
 
     Raises:
-      MemoryError: the passes need more memory than the device has.
       NotImplementedError: the attention has no such call.
     """
     of_forward, of_keeping, of_both = (
@@ -261,42 +283,77 @@ def programs(op: AttentionOp, case: Case) -> Programs:
         for run in (forward, forward_and_kept, both)
     )
     like = jax.eval_shape(functools.partial(inputs_of, op, case))
-    combined = of_both.lower(**like).compile()
-    asked = combined.memory_analysis()
-    parts = ("argument_size", "output_size", "temp_size")
-    n_bytes = sum(getattr(asked, f"{part}_in_bytes") for part in parts)
-    if n_bytes > memory.available():
-        raise MemoryError(f"{n_bytes / MIB:,.0f} MiB")
-    lowered = of_keeping.lower(**like)
-    keeping, (_, kept) = lowered.compile(), lowered.out_info
+    combined, keeping = of_both.lower(**like), of_keeping.lower(**like)
+    _, kept = keeping.out_info
     kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kept)
-    backward = jax.jit(gradients).lower(kept).compile()
     like.pop("d_out")
-    alone = of_forward.lower(**like).compile()
-    return Programs(alone, keeping, backward, combined, n_bytes / MIB)
+    return Programs(combined, keeping, jax.jit(gradients).lower(kept), of_forward.lower(**like))
 
 
-def measure(op: AttentionOp, case: Case, repeats: int, of: Programs) -> Figures:
-    """The figures of a case: means of queued calls."""
+def n_bytes(program: Any) -> int:
+    """The bytes of a compiled program: its arguments, its results and what lies between."""
+    asked, parts = program.memory_analysis(), ("argument_size", "output_size", "temp_size")
+    return sum(getattr(asked, f"{part}_in_bytes") for part in parts)
+
+
+@jax.jit
+def first(x: Any) -> Any:
+    """A program that does nothing, for the time of its start."""
+    return x[0]
+
+
+def queued_ms(call: Callable[..., Any], *args: Any, **named: Any) -> float:
+    """The mean milliseconds of queued calls, after four.
+
+    Of slow calls the second alone is the figure, and of those that take seconds the first.
+    """
+
+    def seconds(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            result = call(*args, **named)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / times
+
+    taken = seconds(1)
+    if taken < SLOW:
+        taken = seconds(1)
+    if taken < MOST / 2:
+        seconds(2)  # what two results take is allocated first
+        taken = seconds(min(N_QUEUED, int(MOST / taken)))
+    return taken * 1e3
+
+
+def measure(op: AttentionOp, case: Case, of: Programs) -> Figures:
+    """The figures of a case: means of queued calls. No time of a pass that memory is too small for.
+
+    Raises:
+      MemoryError: it is too small for both passes as one program.
+    """
+    size = n_bytes(of.combined)
+    if size > memory.available():
+        raise MemoryError(f"{size / MIB:,.0f} MiB")
     given = inputs_of(op, case)
     of_forward = {name: x for name, x in given.items() if name != "d_out"}
-    nothing = jax.jit(lambda x: x[0])
+    combined, ahead = queued_ms(of.combined, **given), queued_ms(of.forward, **of_forward)
+    backward = attempt(lambda: queued_ms(of.backward, of.keeping(**given)[1]))
+    if isinstance(backward, Exception):
+        if not is_of_memory(backward):
+            raise backward
+        backward = None
+    return Figures(ahead, backward, combined, size / MIB, host_ms=queued_ms(first, jnp.zeros(1)))
 
-    def ms(call: Callable[..., Any], *args: Any, **named: Any) -> float:
-        calls = functools.partial(call, *args, **named)
-        return time_calls(calls, jax.block_until_ready, repeats, MOST).queued_ms
 
-    alone, combined = ms(of.forward, **of_forward), ms(of.combined, **given)
-    backward = ms(of.backward, of.keeping(**given)[1])
-    host = ms(nothing, jnp.zeros(1))
-    return Figures(alone, backward, combined, of.memory_mib, host_ms=host)
+def is_of_memory(error: Exception) -> bool:
+    """Whether memory was too small."""
+    text = f"{type(error).__name__}: {error}"
+    out = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
+    return isinstance(error, MemoryError) or out
 
 
 def failed(error: Exception) -> Figures:
     """What stands for the figures of a case that has none."""
-    text = f"{type(error).__name__}: {error}"
-    out = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
-    return Figures(error=OUT_OF_MEMORY if out else reason(error))
+    return Figures(error=OUT_OF_MEMORY if is_of_memory(error) else reason(error))
 
 
 def is_slow(figures: Figures) -> bool:
@@ -304,34 +361,91 @@ def is_slow(figures: Figures) -> bool:
     return (figures.combined_ms or 0) > SLOW * 1e3
 
 
-def fill(file: File, shape: Shape, names: Sequence[str], repeats: int) -> Iterator[list[Case]]:
-    """Measures what the file does not have; yields the cases of a length and setting when done."""
-    ops, slow = attentions(), set()
-    for group in cases(shape, names):
-        waiting = {}
+class Missing(NamedTuple):
+    """What of a group is measured: cases that nothing is known of, nor known not to be."""
+
+    file: File
+    ops: Mapping[str, AttentionOp]
+
+    def of(self, group: Sequence[Case]) -> list[Case]:
+        """Writes why the others are not measured."""
+        found = []
         for case in group:
-            setting = case.attention, case.dropout, case.masked
-            op = ops[case.attention]
-            if case in file.known:
-                slow |= {setting} if is_slow(file.known[case]) else set()
-            elif setting in slow:
-                file.write(case, Figures(error=LEFT_OUT))
-            elif file.died(case):
-                file.write(case, Figures(error=f"the process ended {DIED} times"))
-            elif case.dropout and not op.dropout:
-                file.write(case, Figures(error="no weights to drop"))
+            if case in self.file.known:
+                continue
+            if any(self.is_slow_before(case, x, y) for x, y in self.file.known.items()):
+                self.file.write(case, Figures(error=LEFT_OUT))
+            elif self.file.died(case):
+                self.file.write(case, Figures(error=f"the process ended {DIED} times"))
+            elif case.dropout and not self.ops[case.attention].dropout:
+                self.file.write(case, Figures(error="no weights to drop"))
             else:
-                waiting[case] = op, case
-        ready = attempt_each(lambda one: programs(*one), waiting, COMPILERS)
+                found.append(case)
+        return found
+
+    @staticmethod
+    def is_slow_before(case: Case, other: Case, figures: Figures) -> bool:
+        """Whether a shorter case is slow already."""
+        if not is_slow(figures) or other.length > case.length:
+            return False
+        return other._replace(length=case.length) == case
+
+
+def compiled(
+    ops: Mapping[str, AttentionOp], waiting: Sequence[Case], limit: float
+) -> dict[Case, Programs | Exception]:
+    """The programs of cases. Those of a case are compiled at the same time, and so are cases.
+
+    A program that is not ready after `limit` seconds goes on in its thread, and is an error here.
+    """
+
+    def parts() -> Iterator[tuple[tuple[Case, int], Any]]:
         for case in waiting:
-            compiled = ready.pop(case)
-            if not isinstance(compiled, Exception):
-                file.write(case, None)
-                compiled = attempt(measure, *waiting[case], repeats, compiled)
-            known = failed(compiled) if isinstance(compiled, Exception) else compiled
-            file.write(case, known)
-            if is_slow(known):
-                slow.add((case.attention, case.dropout, case.masked))
+            made = attempt(lowered, ops[case.attention], case)
+            for i, _ in enumerate(Programs._fields):
+                yield (case, i), made if isinstance(made, Exception) else made[i]
+
+    done = attempt_within(limit, lambda program: program.compile(), parts(), 2 * COMPILERS)
+    late = TimeoutError(f"not compiled in {limit:g} s")
+    found = {}
+    for case in waiting:
+        made = [done.get((case, i), late) for i, _ in enumerate(Programs._fields)]
+        error = next((x for x in made if isinstance(x, Exception)), None)
+        found[case] = error or Programs(*made)
+    return found
+
+
+def fill(
+    file: File,
+    shape: Shape,
+    names: Sequence[str],
+    settings: Sequence[str] = tuple(SETTINGS),
+    limit: float = 150,
+) -> Iterator[list[Case]]:
+    """Measures what the file does not have; yields the cases of a group when they are done.
+
+    Raises:
+      RuntimeError: a case has left the device in a state that no program runs in; what is known is
+        kept.
+    """
+    missing = Missing(file, attentions())
+    file.lock.parent.mkdir(parents=True, exist_ok=True)
+    for group in groups(shape, names, settings):
+        waiting = missing.of(group)
+        with together(file.lock):
+            ready = compiled(missing.ops, waiting, limit)
+        with alone(file.lock):
+            for case in waiting:
+                made = ready.pop(case)
+                if not missing.of([case]):  # a shorter one of the group was slow
+                    continue
+                if not isinstance(made, Exception):
+                    file.write(case, None)
+                    made = attempt(measure, missing.ops[case.attention], case, made)
+                error = isinstance(made, Exception)
+                file.write(case, failed(made) if error else made)
+                if error:
+                    jax.block_until_ready(first(jnp.zeros(1)))
         yield group
 
 
@@ -350,7 +464,7 @@ def cell(figures: Figures, name: str) -> str:
     """
     number = getattr(figures, name)
     if number is None:
-        return figures.error.partition(":")[0]
+        return figures.error.partition(":")[0] or OUT_OF_MEMORY
     hidden = name.endswith("_ms") and number <= HIDDEN * figures.host_ms
     return f"< {number:,.2f}" if hidden else f"{number:,.2f}"
 

@@ -27,6 +27,8 @@ def test_a_length_that_no_table_has_is_refused(capsys):
         (["--limit=0"], "argument --limit: 0: expected more than 0 seconds"),
         (["--limit=nan"], "argument --limit: nan: expected more than 0 seconds"),
         (["--table=t", "--tokens=64"], "--tokens is 64: it goes without --table, leave one out"),
+        (["--table=t", "--repeats=7"], "--repeats is 7: it goes without --table, leave one out"),
+        (["--settings", "plain"], "--settings is plain: it goes with --table"),
         (["--table=t", "--unchecked"], "--unchecked is True: it goes without --table"),
         (["--table=t", "--peers=python3"], "--peers is python3: it goes without --table"),
     ],

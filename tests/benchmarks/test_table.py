@@ -4,6 +4,8 @@ import functools
 import importlib
 import json
 import pkgutil
+import time
+import types
 
 import jax
 import numpy as np
@@ -33,24 +35,24 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
     names, path = ["flash", "linear"], tmp_path / "a/table.jsonl"
     measured = []
 
-    def programs(op, case):
-        if case.length == 128 and case.masked:
-            raise MemoryError("9 MiB")
+    def lowered(op, case):
         if case.attention == "flash" and case.dropout and case.masked:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
-        return attention_table.Programs(None, None, None, None, 1.5)
+        return attention_table.Programs(*[Compiled()] * 4)
 
-    def measure(op, case, *arguments):
+    def measure(op, case, of):
+        if case.length == 128 and case.masked:
+            raise MemoryError("9 MiB")
         measured.append(case)
         slow = case.attention == "linear" and not case.masked
         return attention_table.Figures(1.0, 2.0, 3000.0 if slow else 3.0, 1.5)
 
-    monkeypatch.setattr(attention_table, "programs", programs)
+    monkeypatch.setattr(attention_table, "lowered", lowered)
     monkeypatch.setattr(attention_table, "measure", measure)
 
     def fill():
         file = attention_table.File(path)
-        groups = list(attention_table.fill(file, shape, names, repeats=1))
+        groups = list(attention_table.fill(file, shape, names))
         return file, [case for group in groups for case in group]
 
     file, every = fill()
@@ -63,10 +65,12 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
     assert found["flash", 64, True, False].combined_ms == 3.0
 
     written = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(written[:-1]) + written[-1][:-9])
+    last = max(i for i, line in enumerate(written) if "[1.0, 2.0, 3.0" in line)
+    path.write_text("".join(written[:last]) + written[last][:-9])
     measured.clear()
     again, _ = fill()
-    assert again.known == file.known and [list(x) for x in measured] == [json.loads(written[-1])[0]]
+    assert again.known == file.known
+    assert [list(x) for x in measured] == [json.loads(written[last])[0]]
     path.write_text(json.dumps([list(every[0]), [1.0, -0.1, 0.9, 1.5, ""]]) + "\n")
     assert not attention_table.File(path).known  # of an older table
     begun = [line for line in written if line.endswith("null]\n")]
@@ -77,17 +81,104 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 17
 
 
+class Compiled:
+    """A program."""
+
+    def __init__(self, seconds=0.0, size=8):
+        self.seconds, self.size = seconds, size
+
+    def compile(self):
+        time.sleep(self.seconds)
+        return self
+
+    def __call__(self, *args, **named):
+        return np.zeros(1), named
+
+    def memory_analysis(self):
+        sizes = dict(argument_size=self.size, output_size=0, temp_size=0)
+        return types.SimpleNamespace(**{f"{x}_in_bytes": y for x, y in sizes.items()})
+
+
+def test_what_does_not_compile_in_time_keeps_nothing_else_waiting(tmp_path, monkeypatch):
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(128, 64))
+    seconds = {"flash": 9.0, "linear": 0.0}
+    monkeypatch.setattr(attention_table, "COMPILERS", 16)
+    monkeypatch.setattr(
+        attention_table, "lowered", lambda op, _: [Compiled(seconds[op.name]) for _ in range(4)]
+    )
+    monkeypatch.setattr(attention_table, "inputs_of", lambda op, case: dict(d_out=0))
+    file = attention_table.File(tmp_path / "table.jsonl")
+    (group,) = attention_table.fill(file, shape, ["flash", "linear"], ["mask"], limit=0.3)
+    assert [x.length for x in group] == [128, 128, 64, 64]  # compiled side by side
+    assert {(x.attention, x.masked, y.error) for x, y in file.known.items()} == {
+        ("flash", True, "TimeoutError: not compiled in 0.3 s"),
+        ("linear", True, ""),
+    }
+
+
+def test_both_passes_have_figures_where_memory_is_too_small_for_what_one_keeps(monkeypatch):
+    monkeypatch.setattr(attention_table, "inputs_of", lambda op, case: dict(d_out=0))
+    shape = attention_table.SHAPES["tiny"]
+    (case, *_), *_ = attention_table.groups(shape, ["flash"])
+
+    def fails(*args, **named):
+        raise RuntimeError(f"{text}: while allocating")
+
+    of = attention_table.Programs(Compiled(size=2**20), fails, Compiled(), Compiled())
+    text = "RESOURCE_EXHAUSTED"
+    figures = attention_table.measure(None, case, of)
+    assert figures.combined_ms > 0 and figures.memory_mib == 1.0 and figures.backward_ms is None
+    assert attention_table.cell(figures, "backward_ms") == "out of memory"
+    text = "INTERNAL"
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        attention_table.measure(None, case, of)
+    with pytest.raises(MemoryError):
+        attention_table.measure(None, case, of._replace(combined=Compiled(size=2**63)))
+
+
+@pytest.mark.parametrize(
+    "seconds, n_calls", [(0.001, 1 + 1 + 2 + 20), (0.1, 1 + 1 + 2 + 5), (0.4, 2), (3.0, 1)]
+)
+def test_of_slow_programs_fewer_calls_are_timed(monkeypatch, seconds, n_calls):
+    clock, made = [0.0], []
+
+    def call():
+        made.append(0)
+        clock[0] += seconds
+        return 0
+
+    monkeypatch.setattr(attention_table.time, "perf_counter", lambda: clock[0])
+    assert attention_table.queued_ms(call) == pytest.approx(seconds * 1e3)
+    assert len(made) == n_calls
+
+
+def test_a_device_that_runs_nothing_any_more_ends_the_table(tmp_path, monkeypatch):
+    """Otherwise all that follows would be recorded as failed."""
+    monkeypatch.setattr(attention_table, "compiled", lambda ops, cases, _: dict.fromkeys(cases, 0))
+
+    def fails(*_):
+        raise RuntimeError("ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(attention_table, "measure", fails)
+    monkeypatch.setattr(attention_table, "first", fails)
+    file = attention_table.File(tmp_path / "table.jsonl")
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        list(attention_table.fill(file, attention_table.SHAPES["tiny"], ["flash"]))
+    assert len(file.known) == 1
+
+
 @pytest.mark.parametrize("name", ["flash", "linformer"])
 def test_the_table_times_each_pass_of_its_own(name):
     shape = attention_table.SHAPES["tiny"]._replace(lengths=(64,))
-    ((case,), *_) = attention_table.cases(shape, [name])
+    ((case,), *_) = attention_table.groups(shape, [name])
     op = attention_table.attentions()[name]
-    made, given = attention_table.programs(op, case), attention_table.inputs_of(op, case)
+    given = attention_table.inputs_of(op, case)
+    made = attention_table.compiled({name: op}, [case], 99)[case]
     out, gradients = made.combined(**given)
     kept_out, kept = made.keeping(**given)
     found = kept_out, made.backward(kept)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-2), found, (out, gradients))
-    figures = attention_table.measure(op, case, 1, made)
+    figures = attention_table.measure(op, case, made)
     assert min(figures.forward_ms, figures.backward_ms, figures.host_ms) > 0
     shown = figures._replace(forward_ms=0.02, backward_ms=0.5, host_ms=0.02)
     cells = [attention_table.cell(shown, f"{x}_ms") for x in ("forward", "backward")]
@@ -96,7 +187,7 @@ def test_the_table_times_each_pass_of_its_own(name):
 
 @pytest.mark.slow
 def test_the_table_measures_an_attention_with_weights_and_gates(tmp_path, capsys):
-    flags = [f"--table={tmp_path}", "--tiny", "--repeats=1", "--lengths", "64", "--only"]
+    flags = [f"--table={tmp_path}", "--tiny", "--lengths", "64", "--only"]
     attention.main([*flags, "linformer", "gated_linear", "routing"])
     text = (tmp_path / "table.csv").read_text()
     assert "Error" not in text and "no weights to drop" in text
