@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reformax.cli import terminal_curve
-from reformax.declared import some_of
+from reformax.declared import in_quotes, some_of
 
 
 def note_unused(
@@ -32,7 +32,10 @@ def note_unused(
 
     used = [name if "." in name else f"loop.train.{name}" for name in read]
     for override in parsed.unused(overrides, also_used=used):
-        print(f"note: --config={override!r} sets something that this run does not use", file=file)
+        print(
+            f"note: --config={in_quotes(override)} sets something that this run does not use",
+            file=file,
+        )
     noted = {override.partition("=")[0].strip() for override in overrides}
     for config_file, names in (files or {}).items():
         others = {f"{whole} =": name for name, whole in names.items() if name not in noted}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,10 +193,10 @@ def _found(folder: Path, listed: Path) -> list[Path]:
     for path in sorted(folder.glob("*.whl")):
         name, _, rest = path.name.partition("-")
         there.setdefault((_normal(name), rest.partition("-")[0]), []).append(path)
+    get = shlex.join(["pip", "download", "--no-deps", "--dest", str(folder), "-r", str(listed)])
     found = []
     for pin in pins(listed):
         paths = there.get((_normal(pin.name), pin.version), [])  # for one Python or another
-        get = f"pip download --no-deps --dest {folder} -r {listed}"
         if not paths:
             raise files.Missing(f"{folder} has no wheel of {pin.name} {pin.version}: {get}")
         path = next((path for path in paths if _sha256(path) == pin.sha256), None)
