@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from reformax.cli import terminal_curve
 from reformax.declared import in_quotes, some_of
+
+WIDTH = 160  # of a table where stdout is no terminal
 
 
 def note_unused(
@@ -114,6 +117,11 @@ def _trust(path: Path) -> list[str]:
 def counted(n: int, thing: str) -> str:
     """`n` of a thing, in words: 1 line, 2,000 lines."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
+
+
+def width() -> int:
+    """The letters that a table's line has room for."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -11,21 +11,19 @@ over its smoothed training loss.
 from __future__ import annotations
 
 import itertools
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.cli import flags, statements
+from reformax.cli import flags, report, statements
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
 from reformax.training.folder import OF_WORDS
 
 LONGEST = 40  # letters of a setting in the table
 LEAST_SHOWN = 3  # settings that the narrowest terminal shows
-WIDTH = 160  # of a table where stdout is no terminal
 ABSENT = "-"
 METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
 
@@ -53,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Flags, the table, the plot."""
     args = parser().parse_args(argv)
     runs = read(args.folders)
-    width = None if args.all else shutil.get_terminal_size((WIDTH, 0)).columns
-    for line in table(runs, width):
+    for line in table(runs, None if args.all else report.width()):
         print(line)
     path = Path(args.plot or _parent(args.folders) / "runs.png")
     durable.write(path, draw(runs, args.x))
