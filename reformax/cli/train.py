@@ -35,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     training_flags.refuse_near(unknown)
     files = args.config_file or ["quickstart.gin"]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
-
-    given = {"data_dir": args.data_dir, "init_from": args.init_from}
-    config.parse(files, args.config, trains=True, **given)
+    folders = {"data_dir": args.data_dir, "init_from": args.init_from}
+    config.parse(files, args.config, trains=True, **folders)
     mistakes.refuse_flags(unknown, training_flags.beginning_with)
     distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
