@@ -263,7 +263,10 @@ def in_place_of_settings(line: str, function: str, names: Collection[str]) -> st
             owner, _, name = owner_and_name.rpartition(".")
             if owner != function or name not in names:
                 return found[0]
-        value = ast.literal_eval(value) if value else True
-        return f"--{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):  # a word, or none
+            value = value.strip("\"'")
+        return f"--{name}" + ("" if value in ("", True) else f"={shlex.quote(str(value))}")
 
     return re.sub(setting, flag, line)

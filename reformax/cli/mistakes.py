@@ -41,7 +41,7 @@ def _written(setting: str, value: str) -> str | None:
     """A flag's value as a config has it, a text in quotes; None if the setting takes none such."""
     hint = lookup.hint_of(setting)
     for text in (value, json.dumps(value, ensure_ascii=False)):
-        with contextlib.suppress(ValueError):  # of more lines than one
+        with contextlib.suppress(ValueError):  # no statement, or several
             [statement] = statements.statements_in(f"x = {text}", None)
             # What a reference is called for is not known here.
             if hint is None or "@" in text or fits(statement.value, hint):

@@ -67,7 +67,7 @@ class TrainSettings:
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
         `loss.max_logits` allows.
       backprop_len: positions that gradients go back over: rows are computed in parts of so many,
-        which go on from the states of the parts before (`training.truncated_backprop`). It divides
+        which go on from the states of the parts before (truncated backpropagation). It divides
         `length`, and a model has recurrences alone. None: over whole rows.
       label_smoothing: the share of a target's probability that the loss spreads over the
         vocabulary; printed and recorded losses are without it.

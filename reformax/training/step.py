@@ -94,7 +94,7 @@ def step_fn(
       optimizer: a transformation of gradients.
       mesh: the devices.
       accumulate, loss_chunk_len, label_smoothing, z_loss, ema_decay, backprop_len: those of
-        `settings.TrainSettings`; 'nats' below is without the two terms that are added to the loss.
+        `settings.TrainSettings`; 'nats' below is without label smoothing and `z_loss`.
       fine_tuning: which weights the steps of a stage change; None: all that the optimizer changes.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
         has it whole.

@@ -107,7 +107,7 @@ class Copies:
         )
 
     def fetch_all(self, folder: Path) -> list[str]:
-        """Copies the whole checkpoints back into a folder of a run's that has none.
+        """Copies the whole checkpoints back into a run's folder of checkpoints, which has none.
 
         Returns:
           A line for each damaged copy, which is left out.
