@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import math
 import numbers
 import os
@@ -188,6 +189,16 @@ def hints_of(owner: Callable) -> dict[str, Any]:
     if inspect.isclass(owner):
         hints = typing.get_type_hints(owner.__init__, include_extras=True)
     return {name: hint for name, hint in hints.items() if name != "return"}
+
+
+def config_flag(setting: str, text: str) -> str:
+    """`--config='SETTING="text"'`, for a shell."""
+    return f"--config={in_quotes(f'{setting}={json.dumps(text, ensure_ascii=False)}')}"
+
+
+def in_quotes(text: str) -> str:
+    """A text in single quotes, for a shell, which takes it as it is whatever quotes it has."""
+    return "'" + text.replace("'", r"'\''") + "'"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:

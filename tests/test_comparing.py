@@ -242,6 +242,23 @@ def test_the_table_has_what_differs_and_the_best(tmp_path, capsys):
     assert (tmp_path / "runs.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_table_of_unlike_runs_fits_and_says_how_to_see_the_rest(tmp_path, monkeypatch, capsys):
+    text = "".join(f"a.A.setting_{i} = {{}}\n" for i in range(30))
+    write_run(tmp_path / "one", text.replace("{}", "1") + "b.B.of_one = 1\nb.B.z = 2\n", 3.0)
+    write_run(tmp_path / "two", text.replace("{}", "2") + "b.B.z = 3\n", 3.0)
+    for columns, n in (("200", 10), ("20", runs.LEAST_SHOWN)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert runs.main([str(tmp_path)]) == 0
+        head, *_, note, _, path = capsys.readouterr().out.splitlines()
+        assert head.count("setting_") == n and "| setting_0 |" in head and path[:7] == "curves:"
+        assert note == f"{32 - n} more settings differ: --all of `reformax runs` shows them"
+        assert len(head) <= 200 < len(head) + len(" setting_29 |") or n == runs.LEAST_SHOWN
+    assert runs.main([str(tmp_path), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].count("setting_") == 30 and "| of_one |" in out
+    assert "more settings differ" not in out
+
+
 @pytest.mark.parametrize(
     "other, columns",
     [

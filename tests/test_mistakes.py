@@ -6,13 +6,16 @@ the files of `made`. All end with exit code 2: the command or its config is wron
 
 import json
 import random
+import shlex
 import sys
 import tarfile
 
 import gin
 import pytest
 
-from reformax.cli import config, configs, evaluate, generate, parsed, train
+from reformax.cli import config, configs, evaluate, generate, parsed, statements, train
+from reformax.cli import flags as flags_lib
+from reformax.data import text as text_lib
 from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
@@ -161,6 +164,35 @@ def test_a_flag(command, answer, tmp_path):
     if script == "train" and "output" not in command:
         flags.append(f"--output_dir={tmp_path}")
     assert FLAGS[command] in answer(script, *flags)
+
+
+@pytest.mark.parametrize("value", ["it's", 'a "b"', 'it\'s a "b"', "back\\slash", "a $HOME `b`!"])
+def test_a_suggested_setting_is_one_word_of_a_shell_whatever_quotes_it_has(value, answer, tmp_path):
+    """A shell gives the word back, and the config has the value."""
+    line = answer("train", f"--eval_split={value}", f"--output_dir={tmp_path}")
+    *_, word = shlex.split(line[line.index("--config=") :])
+    text = word.removeprefix("--config=")
+    assert statements.read(text, "").values == {"loop.train.eval_split": value}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({value: TEXT})}\n")
+    with pytest.raises(ValueError, match="has no text 'text'") as raised:
+        text_lib.text(str(tmp_path / "a.jsonl"))
+    line = str(raised.value)
+    *_, word = shlex.split(line[line.index("--config=") :])
+    assert statements.read(word.removeprefix("--config="), "").values == {"text.text.field": value}
+    line = flags_lib.in_place_of_settings(line, "text.text", ["field"])
+    assert shlex.split(line[line.index("--field=") :]) == [f"--field={value}"]
+
+
+def test_a_wrong_override_is_quoted_for_a_shell(answer, tmp_path):
+    given = "a = 'it\"s' # don't"
+    line = answer("train", f"--config={given}", f"--output_dir={tmp_path}")
+    assert shlex.split(line)[0] == f"--config={given}:"
+
+
+def test_a_path_with_spaces_is_suggested_for_a_shell(answer, made):
+    (made / "my text").mkdir(exist_ok=True)
+    line = answer("train", "my text")
+    assert "did you mean --data_dir='my text'; --help" in line
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from reformax.cli import (
 from reformax.cli.lookup import TRAIN
 from reformax.cli.overrides import override_of
 from reformax.cli.statements import ConfigError
-from reformax.declared import shown, user_path
+from reformax.declared import in_quotes, shown, user_path
 
 MOST = 2**20  # bytes of a config file
 _TASK = f"{TRAIN}.task"
@@ -156,7 +157,7 @@ def _refuse_parts_alone(config_files: Sequence[str]) -> None:
     if any(are_parts) and all(are_parts) and not lookup.is_set(f"{TRAIN}.model"):
         raise ConfigError(
             f"{config_files[-1]} is a part of configs: give the config of a model before it, such "
-            f"as --config_file=transformer_text.gin --config_file={config_files[-1]}"
+            f"as --config_file=transformer_text.gin --config_file={shlex.quote(config_files[-1])}"
         )
 
 
@@ -194,7 +195,7 @@ def settings_of(config_file: str) -> dict[str, str]:
 def _parse_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         if (found := override_of(override)) and (wrong := mistakes.of_override(found, _saved)):
-            raise ConfigError(f"--config={override!r}: {wrong}")
+            raise ConfigError(f"--config={in_quotes(override)}: {wrong}")
         # gin calls what a macro holds in a scope of its name, in which the config of a run has all
         # settings: an override without that scope would change nothing.
         reading.read(override, also_in=reading.macros() if _saved else ())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from reformax.cli import messages, parsed
+from reformax.data.vocabulary import Numbers
 from reformax.task import (
     CLASSIFIERS,
     Batch,
@@ -24,13 +25,6 @@ from reformax.training.settings import build
 
 _TARGETS = 1  # of a split
 _CLASSES = 2  # where the model takes their number from the data
-
-
-class _Vocabulary:
-    """A vocabulary of sentences of which the size alone is known."""
-
-    def __init__(self, size: int):
-        self.size = size
 
 
 def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iterator[str]]:
@@ -69,7 +63,7 @@ def task_of(model: TaskModel) -> Task:
     vocab_size = model.vocab_size
     if kind == "translation":
         vocab_size = min(model.vocab_size, model.source_vocab_size)
-        translation = Translation(_Vocabulary(vocab_size), lambda split: ([], []))
+        translation = Translation(Numbers(vocab_size), lambda split: ([], []))
 
     def batch(batch_size: int, length: int) -> Batch:
         tokens = np.zeros((batch_size, length), np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import os
@@ -67,7 +68,7 @@ class Parser(argparse.ArgumentParser):
                 required = [x.option_strings[0] for x in self._actions if x.required]
                 flag = _flag_of(one, *required)
                 if flag in self._flags:
-                    self.error(f"{one} is no flag, did you mean {flag}={one}")
+                    self.error(f"{one} is no flag, did you mean {flag}={shlex.quote(one)}")
                 self.error(f"{one} is no flag: a flag is --NAME=VALUE")
 
     def beginning_with(self, unknown: str) -> str:
@@ -251,14 +252,21 @@ def in_place_of_settings(line: str, function: str, names: Collection[str]) -> st
       names: the arguments that are flags of the command.
     """
     setting = (
-        rf"""(?P<config>--config=(?P<mark>['"]))?{re.escape(function)}\.(?P<name>{"|".join(names)})\b"""
-        r"""(?(config)=(?P<typed>.+?)(?P=mark)|(?:=(?P<value>'[^']*'))?)"""
+        rf"""--config=(?P<word>(?:'[^']*'|"[^"]*"|\\.)+)"""
+        rf"""|{re.escape(function)}\.(?P<name>{"|".join(names)})\b(?:=(?P<value>'[^']*'))?"""
     )
 
     def flag(found: re.Match[str]) -> str:
-        value = (found["typed"] or found["value"] or "").strip("\"'")
-        return f"--{found['name']}" + (
-            f"={shlex.quote(value)}" if value not in ("", "True") else ""
-        )
+        name, value = found["name"], found["value"] or ""
+        if found["word"]:
+            owner_and_name, _, value = shlex.split(found["word"])[0].partition("=")
+            owner, _, name = owner_and_name.rpartition(".")
+            if owner != function or name not in names:
+                return found[0]
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):  # a word, or none
+            value = value.strip("\"'")
+        return f"--{name}" + ("" if value in ("", True) else f"={shlex.quote(str(value))}")
 
     return re.sub(setting, flag, line)

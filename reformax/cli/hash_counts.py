@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reformax.cli.report import markdown
+from reformax.cli.report import markdown, width
 from reformax.declared import SettingError, check
 from reformax.ops.lsh import HashCount
 from reformax.task import TaskModel
@@ -73,13 +73,22 @@ def score(
 
 
 def table(found: dict[str, Any], metric: str) -> str:
-    """The result of `score` as a Markdown table and a line."""
-    first = found["by_n_hashes"][0]
-    columns = [metric, *(name for name in first if name.startswith("kept_mass"))]
-    heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in columns]
-    rows = [
-        [str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in columns)]
-        for line in found["by_n_hashes"]
-    ]
+    """The result of `score` as a Markdown table and a line.
+
+    Where the terminal is too narrow for a column of each layer, a line says where they are.
+    """
+    lines = found["by_n_hashes"]
+
+    def table_of(columns: Sequence[str]) -> str:
+        heads = [name.removeprefix("kept_mass_").replace("_", " ") for name in columns]
+        rows = [[str(line["n_hashes"]), *(f"{line[x]:.4f}" for x in columns)] for line in lines]
+        return markdown(["hashes", *heads], rows)
+
+    names = [metric, *(name for name in lines[0] if name.startswith("kept_mass"))]
+    layers = [name for name in names if name.startswith("kept_mass_layer")]
+    text, note = table_of(names), ""
+    if layers and text.index("\n") > width():
+        text = table_of([name for name in names if name not in layers])
+        note = f"\nkept mass of each of {len(layers)} layers: by_n_hashes of the file"
     fewest = f"fewest hashes within {SUFFICES} bits of the best: {found['fewest_n_hashes']}"
-    return f"{markdown(['hashes', *heads], rows)}\n{fewest}"
+    return f"{text}{note}\n{fewest}"

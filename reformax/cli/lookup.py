@@ -55,11 +55,6 @@ def is_macro(name: str) -> bool:
     return is_set(f"{name}/gin.macro.value")
 
 
-def has_literal_value(parameter: str) -> bool:
-    """Whether the config sets a parameter to a value, and not to a macro."""
-    return is_set(parameter) and macro_of(parameter) is None
-
-
 def references_in(value: Any) -> Iterator[tuple[str, str]]:
     """(scope, selector) of each reference in a value; a macro is (its name, 'gin.macro')."""
     if isinstance(value, dict):

@@ -92,20 +92,13 @@ TABLE = (
 )
 
 
-class FoundMessage(NamedTuple):
-    """Our line for an error, and the exit code."""
-
-    line: str
-    code: int
-
-
-def find(error: Exception) -> FoundMessage | None:
-    """The first row of the table that fits, filled in; None if no row fits."""
+def find(error: Exception) -> Message | None:
+    """The first row of the table that fits, its line filled in; None if no row fits."""
     for row in TABLE:
         match = re.search(row.pattern, str(error).strip())
         if match and isinstance(error, row.kind):
-            line = row.line.format(first=first_line(error), **match.groupdict())
-            return FoundMessage(line, row.code)
+            fields = {"first": first_line(error), **match.groupdict()}
+            return row._replace(line=row.line.format(**fields))
     return None
 
 

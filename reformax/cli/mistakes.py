@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 
 from reformax.cli import lookup, messages, modules, reading, short_names, statements
 from reformax.cli.overrides import Override
 from reformax.cli.statements import ConfigError
-from reformax.declared import expected, fits
+from reformax.declared import expected, fits, in_quotes
 
 
 def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> None:
@@ -26,7 +27,7 @@ def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> Non
     settings = lookup.settings()
     if name in settings:
         written = _written(settings[name], value) if value else None
-        line = f"--config='{settings[name]}={written or 'VALUE'}'"
+        line = f"--config={in_quotes(settings[name] + '=' + (written or 'VALUE'))}"
         if value and written is None:
             line += f", where VALUE is {expected(lookup.hint_of(settings[name]))}"
         raise ConfigError(f"{unknown[0]} is no flag but a setting: {line}")
@@ -39,8 +40,8 @@ def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> Non
 def _written(setting: str, value: str) -> str | None:
     """A flag's value as a config has it, a text in quotes; None if the setting takes none such."""
     hint = lookup.hint_of(setting)
-    for text in (value, f'"{value}"'):
-        with contextlib.suppress(ConfigError):
+    for text in (value, json.dumps(value, ensure_ascii=False)):
+        with contextlib.suppress(ValueError):  # no statement, or several
             [statement] = statements.statements_in(f"x = {text}", None)
             # What a reference is called for is not known here.
             if hint is None or "@" in text or fits(statement.value, hint):

@@ -24,12 +24,15 @@ import functools
 import time
 import typing
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from reformax import durable
 from reformax.cli import flags
 from reformax.data import cache, files, shard_folders, token_files, token_ids
 from reformax.data import text as texts
 from reformax.data.base import MAX_HELD_OUT, SPLITS, split_borders
+from reformax.data.documents import Source
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.vocabulary import FILE
 from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
@@ -69,22 +72,7 @@ def _prepare(args: argparse.Namespace) -> int:
     of_split = {split: x.data for split, x in source.texts.items()}
     parts = texts.split_text(of_split, str(path), args.max_held_out)
     if args.vocabulary is not None or args.vocab_size != BYTES:
-        borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
-        model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
-        kind = {"model_type": args.model_type, "kept_in": folder}
-        pieces = PieceVocabulary(args.vocab_size, parts["train"], model, **kind)
-        durable.write(folder / FILE, pieces.serialised())
-        joined = texts.joined_borders(source, parts)
-        encode = functools.partial(texts.encoded_split, parts, borders, joined, pieces, folder)
-        ids = {split: encode(split, **work) for split in SPLITS}
-        counts = [f"{split} {len(x.data):,}" for split, x in ids.items()]
-        if args.write is not None:
-            there = folder / args.write
-            durable.make_folder(there)
-            names = {"train": "train", "valid": "val", "test": "test"}
-            for split, x in ids.items():
-                token_ids.write(there / f"{names[split]}.bin", x.data, x.begins, args.write)
-        print(f"{folder}: ids of {pieces.size:,} pieces, {', '.join(counts)}")
+        _prepare_ids(args, folder, source, parts, work)
     elif args.write is not None:
         raise SettingError(
             f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
@@ -94,6 +82,32 @@ def _prepare(args: argparse.Namespace) -> int:
     if not made:
         print(f"{folder}: the text is as it was, and nothing of it was made anew")
     return 0
+
+
+def _prepare_ids(
+    args: argparse.Namespace,
+    folder: Path,
+    source: Source,
+    parts: dict[str, Any],
+    work: dict[str, Any],
+) -> None:
+    """Writes the ids of pieces of a prepared text, and says how many there are."""
+    borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
+    model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
+    kind = {"model_type": args.model_type, "kept_in": folder}
+    pieces = PieceVocabulary(args.vocab_size, parts["train"], model, **kind)
+    durable.write(folder / FILE, pieces.serialised())
+    joined = texts.joined_borders(source, parts)
+    encode = functools.partial(texts.encoded_split, parts, borders, joined, pieces, folder)
+    ids = {split: encode(split, **work) for split in SPLITS}
+    if args.write is not None:
+        there = folder / args.write
+        durable.make_folder(there)
+        names = {"train": "train", "valid": "val", "test": "test"}
+        for split, x in ids.items():
+            token_ids.write(there / f"{names[split]}.bin", x.data, x.begins, args.write)
+    counts = ", ".join(f"{split} {len(x.data):,}" for split, x in ids.items())
+    print(f"{folder}: ids of {pieces.size:,} pieces, {counts}")
 
 
 def _clean(args: argparse.Namespace, argv: Sequence[str] | None) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reformax.cli import terminal_curve
-from reformax.declared import some_of
+from reformax.declared import in_quotes, some_of
+
+WIDTH = 160  # of a table where stdout is no terminal
 
 
 def note_unused(
@@ -32,7 +35,10 @@ def note_unused(
 
     used = [name if "." in name else f"loop.train.{name}" for name in read]
     for override in parsed.unused(overrides, also_used=used):
-        print(f"note: --config={override!r} sets something that this run does not use", file=file)
+        print(
+            f"note: --config={in_quotes(override)} sets something that this run does not use",
+            file=file,
+        )
     noted = {override.partition("=")[0].strip() for override in overrides}
     for config_file, names in (files or {}).items():
         others = {f"{whole} =": name for name, whole in names.items() if name not in noted}
@@ -111,6 +117,11 @@ def _trust(path: Path) -> list[str]:
 def counted(n: int, thing: str) -> str:
     """`n` of a thing, in words: 1 line, 2,000 lines."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
+
+
+def width() -> int:
+    """The letters that a table's line has room for."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,8 +3,9 @@
 A DIR is a run's folder, or one that holds runs, such as a sweep's. The table has the settings in
 which the runs differ, the best score with its step, tokens/s (the median of the record) and the
 minutes of training. A setting of a function that some runs do not use, such as the hashes of LSH
-attention, is compared among those that do. The plot has the scores of each run over its smoothed
-training loss.
+attention, is compared among those that do. Of many settings the table has as many as the terminal
+is wide for, those that most runs have first; --all shows all. The plot has the scores of each run
+over its smoothed training loss.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax import durable
-from reformax.cli import flags, statements
+from reformax.cli import flags, report, statements
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
 from reformax.training.folder import OF_WORDS
 
 LONGEST = 40  # letters of a setting in the table
+LEAST_SHOWN = 3  # settings that the narrowest terminal shows
 ABSENT = "-"
 METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Flags, the table, the plot."""
     args = parser().parse_args(argv)
     runs = read(args.folders)
-    for line in table(runs):
+    for line in table(runs, None if args.all else report.width()):
         print(line)
     path = Path(args.plot or _parent(args.folders) / "runs.png")
     durable.write(path, draw(runs, args.x))
@@ -69,6 +71,9 @@ def parser() -> flags.Parser:
     )
     parser.add_argument(
         "--x", choices=["step", "minutes"], default="step", help="what the curves go by"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="show every setting that differs, however wide"
     )
     flags.add_traceback(parser)
     return parser
@@ -117,8 +122,8 @@ def _parent(folders: Sequence[str]) -> Path:
     return first.parent if _is_run(first) else first
 
 
-def table(runs: Sequence[RecordedRun]) -> list[str]:
-    """The lines of a Markdown table, a row for each run."""
+def table(runs: Sequence[RecordedRun], width: int | None = None) -> list[str]:
+    """The lines of a Markdown table, a row for each run, and of what a `width` has no room for."""
     settings = differences([run.settings for run in runs])
     best: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
@@ -126,23 +131,49 @@ def table(runs: Sequence[RecordedRun]) -> list[str]:
             cells = best.setdefault(f"best {run.unit} of {scored}", [ABSENT] * len(runs))
             at = curve.values.argmin()
             cells[i] = f"{curve.values[at]:.4f} at {curve.steps[at]:,}"
-    columns = {"run": [run.name for run in runs]} | settings | best
-    columns["steps done"] = [f"{max((x['step'] for x in run.lines), default=0):,}" for run in runs]
-    columns["tokens/s"] = [_speed(run) for run in runs]
-    columns["minutes"] = [f"{curves.seconds(run.lines).values[-1] / 60:.1f}" for run in runs]
-    rows = [list(columns), *zip(*columns.values(), strict=True)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = len(settings) + 1  # columns from here on are figures
-    rows.insert(1, ["-" * w if i < numbers else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
-    return [
-        "| "
-        + " | ".join(
-            cell.ljust(width) if i < numbers else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in rows
-    ]
+    figures = best | {
+        "steps done": [f"{max((x['step'] for x in run.lines), default=0):,}" for run in runs],
+        "tokens/s": [_speed(run) for run in runs],
+        "minutes": [f"{curves.seconds(run.lines).values[-1] / 60:.1f}" for run in runs],
+    }
+    names = {"run": [run.name for run in runs]}
+    shown = settings
+    if width is not None:
+        room = width - 1 - sum(_width(*column) for column in (names | figures).items())
+        shown = _fitting(settings, room)
+    lines = _lines(names | shown, figures)
+    if left_out := len(settings) - len(shown):
+        lines += ["", f"{left_out:,} more settings differ: --all of `reformax runs` shows them"]
+    return lines
+
+
+def _lines(words: dict[str, list[str]], figures: dict[str, list[str]]) -> list[str]:
+    """Columns as a Markdown table, the figures on the right."""
+    columns = []
+    for name, cells in (words | figures).items():
+        size = max(map(len, [name, *cells]))
+        if name in words:
+            columns.append([name.ljust(size), "-" * size, *(x.ljust(size) for x in cells)])
+        else:
+            rule = "-" * (size - 1) + ":"
+            columns.append([name.rjust(size), rule, *(x.rjust(size) for x in cells)])
+    return [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    """The letters of a column, with its border."""
+    return max(map(len, [name, *cells])) + 3
+
+
+def _fitting(settings: dict[str, list[str]], room: int) -> dict[str, list[str]]:
+    """The settings that `room` has letters for, `LEAST_SHOWN` at least, in their order."""
+    chosen = set()
+    for name, cells in sorted(settings.items(), key=lambda column: column[1].count(ABSENT)):
+        room -= _width(name, cells)
+        if room < 0 and len(chosen) >= LEAST_SHOWN:
+            break
+        chosen.add(name)
+    return {name: cells for name, cells in settings.items() if name in chosen}
 
 
 def _speed(run: RecordedRun) -> str:

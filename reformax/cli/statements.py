@@ -54,14 +54,6 @@ class _Texts(ParserDelegate):
         return WrittenName(f"%{macro_name}")
 
 
-class _File(io.StringIO):
-    """A text that gin reads as a file, with a name for its errors."""
-
-    def __init__(self, text: str, name: str | None):
-        super().__init__(text)
-        self.name = name
-
-
 def read(text: str, source: str) -> Statements:
     """Reads a config as data: nothing is imported, included or called.
 
@@ -94,8 +86,10 @@ def read_file(path: str | Path) -> Statements:
 def statements_in(text: str, source: str | None) -> Iterator[Any]:
     """The statements of a text, as gin's parser has them; any error is a `ConfigError`."""
     last = printable(text.rstrip().rpartition("\n")[2])
+    file = io.StringIO(text)
+    file.name = source  # for gin's errors
     try:
-        yield from ConfigParser(_File(text, source), _Texts())
+        yield from ConfigParser(file, _Texts())
     except (RecursionError, MemoryError):
         raise ConfigError(f"{last[-60:]}: a value is nested too deeply") from None
     except tokenize.TokenError as error:

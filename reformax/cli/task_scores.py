@@ -61,23 +61,9 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
       args: the flags of `reformax evaluate`.
       score_text: scores the run's own split.
     """
-    given = [name.strip() for name in args.tasks.split(",")]
-    names = [one for name in given for one in in_context.names_of(name)]
-    if "" in names:
-        raise SettingError(f"--tasks={args.tasks} has no task: give names with commas between them")
-    distributed.refuse(args, "one process scores --tasks, on all devices that it sees")
-    others = list(dict.fromkeys(name for name in names if name != TEXT))
-    if TEXT not in names:
-        flags.refuse(args, _OF_TEXT, f"only the task {TEXT} reads it")
-    if not others:
-        flags.refuse(args, OF_TASKS, f"the task {TEXT} does not read it")
+    scores_text, of_questions, of_harness = _names(args)
+    if not (of_questions or of_harness):
         return score_text()
-    of_harness = [name for name in others if name not in QUESTION_TASKS]
-    if not of_harness:
-        flags.refuse(args, ("include_path", "num_fewshot"), "only the harness's tasks read it")
-    of_questions = [name for name in others if name in QUESTION_TASKS]
-    if not of_questions:
-        flags.refuse(args, OF_QUESTIONS, f"only {', '.join(QUESTION_TASKS)} read it")
     settings = _question_settings(args)
     manager = _manager(args.include_path, of_harness) if of_harness else None
     files = results.ResultFiles(args.output_dir)
@@ -86,7 +72,7 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
     longest = max(settings.lengths, default=args.length)
     sizes = dict(max_length=longest, batch_size=args.batch_size, seed=args.seed)
     parts = lm_eval.parts_of(saved, **sizes, progress=not args.quiet, typed=_typed(args))
-    if TEXT not in names:  # which reads more, and notes the rest itself
+    if not scores_text:  # which reads more, and notes the rest itself
         report.note_unused(args.config, (*saved_run.MODEL, *_READ))
     scorer, encode, *_ = parts
     found: dict[str, Any] = {}
@@ -118,7 +104,32 @@ def score(args: argparse.Namespace, score_text: Callable[[], int]) -> int:
             _print(name, found[name])
     files.write_result(FILE, _finite(result | {"complete": True}))
     print(f"{saved_run.named(saved.steps)}, {files.named(FILE)}", flush=True)
-    return max(files.exit_code(), score_text() if TEXT in names else 0)
+    return max(files.exit_code(), score_text() if scores_text else 0)
+
+
+def _names(args: argparse.Namespace) -> tuple[bool, list[str], list[str]]:
+    """Whether --tasks names the run's own split, the package's tasks in it, and the harness's.
+
+    Refuses flags that none of them reads.
+    """
+    given = [name.strip() for name in args.tasks.split(",")]
+    names = [one for name in given for one in in_context.names_of(name)]
+    if "" in names:
+        raise SettingError(f"--tasks={args.tasks} has no task: give names with commas between them")
+    distributed.refuse(args, "one process scores --tasks, on all devices that it sees")
+    others = list(dict.fromkeys(name for name in names if name != TEXT))
+    of_questions = [name for name in others if name in QUESTION_TASKS]
+    of_harness = [name for name in others if name not in QUESTION_TASKS]
+    if TEXT not in names:
+        flags.refuse(args, _OF_TEXT, f"only the task {TEXT} reads it")
+    if not others:
+        flags.refuse(args, OF_TASKS, f"the task {TEXT} does not read it")
+        return True, [], []
+    if not of_harness:
+        flags.refuse(args, ("include_path", "num_fewshot"), "only the harness's tasks read it")
+    if not of_questions:
+        flags.refuse(args, OF_QUESTIONS, f"only {', '.join(QUESTION_TASKS)} read it")
+    return TEXT in names, of_questions, of_harness
 
 
 def _picture_name(

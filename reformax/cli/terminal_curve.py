@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ def of_run(folder: str, metric: str) -> str:
     from reformax.training import curves, record_lines
 
     steps, values = curves.losses(record_lines.read(Path(folder) / "metrics.jsonl"), metric)
-    return drawn(steps.tolist(), curves.smooth(values).tolist(), metric.replace("_", " "))
+    return drawn(steps, curves.smooth(values), metric.replace("_", " "))
 
 
 def drawn(steps: Sequence[int], values: Sequence[float], name: str) -> str:
@@ -25,22 +24,17 @@ def drawn(steps: Sequence[int], values: Sequence[float], name: str) -> str:
       values: at these steps; those that are not finite are left out.
       name: what the values are.
     """
-    points = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
-    if not points:
+    import numpy as np
+
+    finite = np.isfinite(values)
+    steps, values = np.asarray(steps)[finite], np.asarray(values)[finite]
+    if not len(steps):
         return f"{name} of training batches: no step was recorded"
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    first, last = points[0][0], points[-1][0]
+    low, high, first, last = values.min(), values.max(), steps[0], steps[-1]
+    heights = np.interp(np.linspace(first, last, COLUMNS), steps, values)
     rows = [[" "] * COLUMNS for _ in range(ROWS)]
-    at = 0
-    for column in range(COLUMNS):
-        step = first + (last - first) * column / (COLUMNS - 1)
-        while at + 1 < len(points) and points[at + 1][0] <= step:
-            at += 1
-        value = points[at][1]
-        if at + 1 < len(points):  # on the line to the next point
-            (s, _), (next_s, next_v) = points[at], points[at + 1]
-            value += (next_v - value) * (step - s) / (next_s - s)
-        rows[round((high - value) / (high - low or 1.0) * (ROWS - 1))][column] = "*"
+    for column, height in enumerate(heights):
+        rows[round((high - height) / (high - low or 1.0) * (ROWS - 1))][column] = "*"
     labels = [f"{high:8.3f}", *[" " * 8] * (ROWS - 2), f"{low:8.3f}"]
     lines = [f"{label} |{''.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)]
     axis = f"{'':8} +{'-' * COLUMNS}"

@@ -12,7 +12,7 @@ Several processes, on one machine or many, train one run: each is given --coordi
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reformax.cli import (
@@ -35,14 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     training_flags.refuse_near(unknown)
     files = args.config_file or ["quickstart.gin"]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
-
-    given = {"data_dir": args.data_dir, "init_from": args.init_from}
-    config.parse(files, args.config, trains=True, **given)
+    folders = {"data_dir": args.data_dir, "init_from": args.init_from}
+    config.parse(files, args.config, trains=True, **folders)
     mistakes.refuse_flags(unknown, training_flags.beginning_with)
     distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
-    from reformax.cli import dummy_task
-    from reformax.training import checkpoint, dry_run, folder, loop, profile
+    from reformax.training import folder, loop, profile
 
     compilation_cache.use()
     parsed.refuse_passed(loop.train, "config_text", "named", "output_dir")
@@ -60,15 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.profile and args.dry_run:
         raise SettingError("--profile: a dry run makes no step, leave one of the two out")
     if args.dry_run:
-        begun = bool(checkpoint.CheckpointReader(output_dir).steps())
-        options = dict(begun=begun, device_memory=args.device_memory, named=typed.typed)
-        report_of = functools.partial(dry_run.report, **options)
-        settings, lines = dummy_task.reported(report_of)
-        note_unused(*settings)
-        for line in lines:
-            if distributed.first():
-                print(line, flush=True)
-        return 0
+        return _dry_run(output_dir, args.device_memory, note_unused)
 
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
@@ -84,6 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         train = parsed.configured(loop.train)
         result = train(output_dir, config_text=config_text, named=typed.typed, **given)
     return report.training(result, distributed.first(), with_curve=not args.quiet)
+
+
+def _dry_run(output_dir: str, device_memory: float | None, note_unused: Callable[..., None]) -> int:
+    """Prints the memory of the run's steps; makes none."""
+    from reformax.cli import dummy_task
+    from reformax.training import checkpoint, dry_run
+
+    begun = bool(checkpoint.CheckpointReader(output_dir).steps())
+    options = dict(begun=begun, device_memory=device_memory, named=typed.typed)
+    settings, lines = dummy_task.reported(functools.partial(dry_run.report, **options))
+    note_unused(*settings)
+    for line in lines:
+        if distributed.first():
+            print(line, flush=True)
+    return 0
 
 
 def parser():

@@ -63,7 +63,8 @@ def name_of(name: str, of: str = "") -> str | None:
     wanted = ".".join([*owner, argument])
     found = [full for full in lookup.arguments() if f".{full}".endswith(f".{wanted}")]
     of_training = f"loop.train.{argument}"
-    if not owner and of_training in found and lookup.has_literal_value(of_training):
+    is_literal = lookup.is_set(of_training) and lookup.macro_of(of_training) is None
+    if not owner and of_training in found and is_literal:
         return of_training  # a macro of its name is not what counts
     if not owner and lookup.is_macro(argument):
         return argument

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reformax.data import files
-from reformax.declared import SettingError
+from reformax.declared import SettingError, config_flag
 
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
@@ -304,7 +304,7 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
             continue
         if not is_text and (field.is_text or not is_value):
             other = next((x for x in texts if x not in [f.name for f in fields]), None)
-            fix = f"set --config='{field.setting}=\"{other}\"'" if other else "save it as strings"
+            fix = f"set {config_flag(field.setting, other)}" if other else "save it as strings"
             if field.optional:
                 fix = f"save it as strings, or name it otherwise, as {field.setting} reads it too"
             what = "which is no text" if field.is_text else "which is no value"
@@ -394,7 +394,7 @@ def _pyarrow(path: Path) -> Any:
 def no_field(where: str, field: Column, others: Sequence[str]) -> NoField:
     """The error of a table without a field, which names those that it has."""
     there = f"it has {', '.join(others[:9])}" if others else "it has none"
-    fix = f", set --config='{field.setting}=\"{others[0]}\"'" if others else ""
+    fix = f", set {config_flag(field.setting, others[0])}" if others else ""
     fix = f", give all rows the same fields, or set {field.setting}" if field.nested else fix
     what = "text" if field.is_text and not field.nested else "value"
     return NoField(f"{where} has no {what} {field.name!r}: {there}{fix}", others)

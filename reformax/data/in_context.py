@@ -195,18 +195,25 @@ def _part(
     else:
         n_read = max(min(size - n_of(made) - len(encode("\n")), len(hay)), 0)
     hidden, asked, is_answer = made
+    before = _with_hidden(hay[:n_read], hidden, newline, encode)
+    is_scored = np.concatenate([np.zeros(len(before), bool), is_answer])
+    return np.concatenate([before, asked]).astype(np.int32), is_scored, n_read
+
+
+def _with_hidden(
+    hay: np.ndarray, hidden: Sequence[tuple[float, np.ndarray]], newline: int | None, encode: Encode
+) -> np.ndarray:
+    """The tokens of a text with sentences in it, each near its depth, and a newline at its end."""
     pieces, done = [], 0
     for at, sentence in hidden:
-        end = max(done, round(at * n_read))
+        end = max(done, round(at * len(hay)))
         if newline is not None:  # the next line's begin, or at the end of the part the line's own
-            lines = np.flatnonzero(hay[done:n_read] == newline) + done + 1
+            lines = np.flatnonzero(hay[done:] == newline) + done + 1
             near = lines[(lines >= end) & (lines < end + _LINE)]
             end = int(near[0]) if len(near) else int(max(lines[lines <= end], default=done or end))
         pieces += [hay[done:end], sentence]
         done = end
-    pieces.append(hay[done:n_read])
-    if hidden and len(hay[done:n_read]) and hay[n_read - 1] != newline:
+    pieces.append(hay[done:])
+    if hidden and len(hay[done:]) and hay[-1] != newline:
         pieces.append(encode("\n"))
-    before = np.concatenate(pieces)
-    is_scored = np.concatenate([np.zeros(len(before), bool), is_answer])
-    return np.concatenate([before, asked]).astype(np.int32), is_scored, n_read
+    return np.concatenate(pieces)

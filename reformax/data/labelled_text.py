@@ -30,14 +30,6 @@ class Row(NamedTuple):
     label: str
 
 
-class _Found(NamedTuple):
-    """The files of each split, whether they are tables, and lines on the others."""
-
-    paths: Mapping[str, Sequence[Path]]
-    are_tables: bool
-    notes: Sequence[str] = ()
-
-
 @checked
 def labelled_text(
     data_dir: PathName,
@@ -103,14 +95,15 @@ def labelled_text(
     return task.replace(summary=lambda: [_described(path, parts, file_names, names), *notes])
 
 
-def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
+def _files(path: Path, pattern: str, field: str, by: by_name.By) -> by_name.Divided:
+    """The files of each split: tables alone, or texts alone."""
     if not path.is_dir():
         if tables.reader(path, field) is None:
             raise SettingError(
                 f"{path} is no table with a field {field!r}: give one, such as .jsonl or .csv, or "
                 "a folder that has one of texts for each class"
             )
-        return _Found({"train": [path]}, True)
+        return by_name.Divided({"train": [path]})
     listed = files.listed(path, pattern)
     are_tables = [x for x in listed.paths if tables.reader(x, field) is not None]
     paths = are_tables or listed.paths
@@ -119,7 +112,7 @@ def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
     left_out = {**listed.left_out, "no table": sorted(set(listed.paths) - set(paths))}
     found = by_name.choose(path, paths, by, f"{_OPTION}.splits", left_out)
     if are_tables:
-        return _Found(found.paths, True, found.notes)
+        return found
     several = len(found.paths) > 1
     chosen = {
         split: [x for x in those if _class_of(path, x, several and split)]
@@ -127,7 +120,7 @@ def _files(path: Path, pattern: str, field: str, by: by_name.By) -> _Found:
     }
     apart = {x for those in found.paths.values() for x in those}.difference(*chosen.values())
     lines = by_name.left_out_lines(path, {"in no folder of a class": sorted(apart)})
-    return _Found(chosen, False, [*found.notes, *lines])
+    return by_name.Divided(chosen, notes=[*found.notes, *lines])
 
 
 def _class_of(folder: Path, path: Path, split: str | bool) -> str | None:
@@ -139,14 +132,15 @@ def _class_of(folder: Path, path: Path, split: str | bool) -> str | None:
     return names[0] if names else None
 
 
-def _rows(folder: Path, found: _Found, split: str, fields: Sequence[Column]) -> Iterator[Row]:
+def _rows(
+    folder: Path, found: by_name.Divided, split: str, fields: Sequence[Column]
+) -> Iterator[Row]:
     """The rows of a split; texts are as many bytes as memory has room for."""
     total = 0
     for path in found.paths[split]:
         size = files.check_ordinary(path)
         rows: Iterable[Row]
-        if found.are_tables:
-            read = tables.reader(path, fields[0].name)
+        if (read := tables.reader(path, fields[0].name)) is not None:
             values = read(path, fields, files.most_unpacked(size))
             rows = (Row(text or b"", _label(value)) for text, value in values)
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,18 +42,14 @@ class Known(NamedTuple):
     sha256: str
 
 
-def _known(name: str, n_bytes: int, sha256: str) -> Known:
-    return Known(Path(__file__).with_name(f"{name}.txt"), n_bytes, sha256)
-
-
 LISTS = {
-    None: _known(
-        "package_sources",
+    None: Known(
+        Path(__file__).with_name("package_sources.txt"),
         128_826_117,
         "be8f4b3245b5e74227278fef30445e5b8013293e3a938f181f894267d0cc1ebf",
     ),
-    "large": _known(
-        "package_sources_large",
+    "large": Known(
+        Path(__file__).with_name("package_sources_large.txt"),
         526_744_977,
         "4086d08afaf3eddf7e3f184e46d52a0e6b3d07feb897f37cd3a70c74f101d943",
     ),
@@ -192,10 +189,10 @@ def _found(folder: Path, listed: Path) -> list[Path]:
     for path in sorted(folder.glob("*.whl")):
         name, _, rest = path.name.partition("-")
         there.setdefault((_normal(name), rest.partition("-")[0]), []).append(path)
+    get = shlex.join(["pip", "download", "--no-deps", "--dest", str(folder), "-r", str(listed)])
     found = []
     for pin in pins(listed):
         paths = there.get((_normal(pin.name), pin.version), [])  # for one Python or another
-        get = f"pip download --no-deps --dest {folder} -r {listed}"
         if not paths:
             raise files.Missing(f"{folder} has no wheel of {pin.name} {pin.version}: {get}")
         path = next((path for path in paths if _sha256(path) == pin.sha256), None)

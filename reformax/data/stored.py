@@ -21,6 +21,7 @@ from reformax.declared import SettingError
 
 _EVERY = 512  # of a sorted array, one value of so many stays in memory
 _BLOCK = 2**20  # values that are read together
+_SAMPLES, _SAMPLE = 256, 2048  # windows that a checksum is of, and values of one
 
 
 class FilePart(NamedTuple):
@@ -118,10 +119,10 @@ class StoredArray:
             found[index] = first + block.searchsorted(value, side)
         return found[()]
 
-    def sampled_crc32(self, n: int = 256, length: int = 2048) -> int:
-        """The CRC-32 of some windows, evenly from all of the values, in a time that no size has."""
-        length = min(length, len(self))
-        starts = np.linspace(0, len(self) - length, n).astype(np.int64)
+    def sampled_crc32(self) -> int:
+        """The CRC-32 of `_SAMPLES` windows, evenly from all of the values: no size takes longer."""
+        length = min(_SAMPLE, len(self))
+        starts = np.linspace(0, len(self) - length, _SAMPLES).astype(np.int64)
         return zlib.crc32(self.windows(starts, length))
 
     def crc32(self) -> int:

@@ -102,14 +102,9 @@ def _resized(batch: Any, before: ResolvedStage, after: ResolvedStage) -> Any:
 def _capacities(
     setup: Setup, stage: ResolvedStage, batch: Any, found: Needs, limit: int
 ) -> Iterator[str]:
-    """Lines on the longest sequence and the largest batch that fit; see `capacity`.
+    """Lines on the longest sequence and the largest batch of the last stage that fit.
 
-    Args:
-      setup: the run's.
-      stage: its last one.
-      batch: the shapes of a batch of it.
-      found: the bytes of its step.
-      limit: the bytes of a device.
+    `limit` is the bytes of a device; see `capacity`.
     """
     settings, models, mesh, key = setup
     model, started = models.train[-1], time.monotonic()
@@ -235,11 +230,7 @@ def _memory(
 ) -> Iterator[str]:
     """Lines on the memory of each stage, and on the sizes of the last one that fit.
 
-    Args:
-      setup: the run's.
-      like: the shapes of its state.
-      batches: the shapes of a batch of each stage.
-      limit: the bytes of a device.
+    `like` and `batches` are shapes, of the state and of a batch of each stage.
     """
     stages = setup.settings.all_stages
     for number, (stage, model) in enumerate(zip(stages, setup.models.train, strict=True)):

@@ -7,7 +7,7 @@
 * `run.train_step` makes one step. The step is `step.step_fn`; `step.mean_loss` computes the loss.
 * `run.evaluate` and `run.save` score and save what `RunState` holds, which each step replaces.
   `Run` has the rest, the same objects all through: settings, model, batches, record.
-* `schedule.due` says what comes after a step.
+* `schedule.due_after` says what comes after a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from reformax.declared import PathName, check
 from reformax.training.folder import output_folder
 from reformax.training.run import evaluate, is_scored, result_of, save, train_step
-from reformax.training.schedule import Schedule
+from reformax.training.schedule import due_after
 from reformax.training.settings import TrainSettings, takes_settings
 from reformax.training.start import opened
 
@@ -51,19 +51,11 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
     check("output_dir", output_dir, PathName)
     settings = TrainSettings(**settings)
     with output_folder(output_dir) as folder, opened(folder, settings) as (run, state):
-        schedule = Schedule(
-            first=state.step,
-            steps=settings.steps,
-            eval_every=settings.eval_every,
-            checkpoint_every=settings.checkpoint_every,
-            checkpoint_minutes=settings.checkpoint_minutes,
-            max_minutes=settings.max_minutes,
-            others=tuple((x.label, x.every) for x in settings.other_evaluations),
-        )
+        first = state.step
         while True:
             # Only this call reads clocks; process 0 decides for all.
             now = run.decisions.now()
-            due = schedule.due(state.step, now.minutes, now.since_save)
+            due = due_after(settings, first, state.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
             if due.evaluate and not is_scored(run, state, run.main, due.stop) and not now.stopping:
                 evaluate(run, state, run.main, due.stop)

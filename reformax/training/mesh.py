@@ -152,7 +152,8 @@ def check_batch_size(
         fix = ", or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)" if n > 1 else ""
         fix += ", or change accumulate" if accumulate > 1 else ""
         if length is not None and (context := _context_for(batch_size, mesh, accumulate, length)):
-            fix = f", or split rows by loop.train.mesh={{'context': {context}}}{fix}"
+            typed = f"loop.train.mesh={{'context': {context}}}"
+            fix = f', or split rows by --config="{typed}"{fix}'
         below = max(batch_size // parts, 1) * parts
         raise SettingError(
             f"{name}={batch_size} cannot be divided {' and '.join(over)}: make it a multiple of "

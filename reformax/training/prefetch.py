@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,40 +19,15 @@ def prefetch(values: Iterable[T], ahead: int = 2) -> Iterator[Iterator[T]]:
     An exception in the thread is raised where the reader would have got the value. Leaving the
     context ends the thread, even if values are left.
     """
-    ready: queue.Queue = queue.Queue(maxsize=ahead)
-    closed = threading.Event()
+    iterator, thread = iter(values), ThreadPoolExecutor(1, "prefetch")
+    ready = deque(thread.submit(next, iterator, _END) for _ in range(ahead))
 
-    def put(item) -> bool:
-        while not closed.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                pass
-        return False
-
-    def work():
-        try:
-            for value in values:
-                if not put((value, None)):
-                    return
-            put((_END, None))
-        except BaseException as error:  # only the reader can act on it
-            put((None, error))
-
-    def read():
-        while True:
-            value, error = ready.get()
-            if error is not None:
-                raise error
-            if value is _END:
-                return
+    def read() -> Iterator[T]:
+        while (value := ready.popleft().result()) is not _END:
+            ready.append(thread.submit(next, iterator, _END))
             yield value
 
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
     try:
         yield read()
     finally:
-        closed.set()
-        thread.join()
+        thread.shutdown(cancel_futures=True)

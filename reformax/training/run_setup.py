@@ -54,7 +54,7 @@ def models_of(settings: TrainSettings) -> Models:
             truncated_backprop.check(model, settings.backprop_len, stage.length)
     if (every := settings.report_kept_mass_every) is not None:
         kept_mass.check_model(train[-1], f"report_kept_mass_every is {every}")
-    models = Models(train, settings.built("eval"))
+    models = Models(train, build(settings.model, "eval", n_classes))
     optimizer.check_width(settings.optimizer, models.eval)
     for other in settings.other_evaluations:
         with naming(other):

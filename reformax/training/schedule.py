@@ -1,8 +1,11 @@
-"""The schedule of evaluating, saving and stopping: a pure function of step and time."""
+"""What is due after a step: evaluating, saving, stopping. A pure function of step and time."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from reformax.training.settings import TrainSettings
 
 
 class Due(NamedTuple):
@@ -15,45 +18,31 @@ class Due(NamedTuple):
     others: tuple[str, ...] = ()  # the evaluations besides the run's own, last of all
 
 
-class Schedule(NamedTuple):
-    """The settings that decide what is due.
+def due_after(
+    settings: TrainSettings, first: int, step: int, minutes: float, since_save: float = 0.0
+) -> Due:
+    """The things due after `step` steps.
 
-    Attributes:
+    Args:
+      settings: the run's.
       first: the step that the run began at or was resumed from.
-      others: the names of more evaluations, and the steps between those of each; None: as the
-        run's own.
-      steps, eval_every, checkpoint_every, checkpoint_minutes, max_minutes: see
-        `settings.TrainSettings`.
+      step: steps done.
+      minutes: since this process began to train.
+      since_save: minutes since it began or last saved.
     """
-
-    first: int
-    steps: int
-    eval_every: int | None = None
-    checkpoint_every: int | None = None
-    checkpoint_minutes: float | None = None
-    max_minutes: float | None = None
-    others: tuple[tuple[str, int | None], ...] = ()
-
-    def due(self, step: int, minutes: float, since_save: float = 0.0) -> Due:
-        """The things due after `step` steps.
-
-        Args:
-          step: steps done.
-          minutes: since this process began to train.
-          since_save: minutes since it began or last saved.
-        """
-        # At least one step: under a limit below the compile time a run would never end.
-        late = self.max_minutes is not None and minutes > self.max_minutes and step > self.first
-        stop = step >= self.steps or late
-        evaluate = stop or _divides(self.eval_every, step)
-        save = evaluate or _divides(self.checkpoint_every, step)
-        old = self.checkpoint_minutes is not None and since_save > self.checkpoint_minutes
-        others = tuple(
-            name
-            for name, every in self.others
-            if stop or (evaluate if every is None else _divides(every, step))
-        )
-        return Due(evaluate, save, stop, old and not save and step > self.first, others)
+    # At least one step: under a limit below the compile time a run would never end.
+    late = settings.max_minutes is not None and minutes > settings.max_minutes and step > first
+    stop = step >= settings.steps or late
+    evaluate = stop or _divides(settings.eval_every, step)
+    save = evaluate or _divides(settings.checkpoint_every, step)
+    limit = settings.checkpoint_minutes
+    old = limit is not None and since_save > limit and step > first
+    others = tuple(
+        one.label
+        for one in settings.other_evaluations
+        if stop or (evaluate if one.every is None else _divides(one.every, step))
+    )
+    return Due(evaluate, save, stop, old and not save, others)
 
 
 def _divides(every: int | None, step: int) -> bool:

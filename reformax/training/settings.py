@@ -60,8 +60,10 @@ class TrainSettings:
       stages: the first steps with settings of their own, in order; after the last of them come
         those above, which evaluations have throughout. See `reformax.training.stages`.
       seed: of initial values, batches, hashes and dropout.
-      accumulate: micro-batches that a batch is split into, to save memory.
-      ema_decay: evaluate a moving average of the parameters with this decay; 0 for none.
+      accumulate: micro-batches that a batch is split into and computed in, one after the other, to
+        save memory; the gradient is that of the whole batch.
+      ema_decay: evaluate a moving average of the parameters with this decay; 0 for none. In the
+        first t steps it is at most (1 + t) / (10 + t), so that initial values are soon forgotten.
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
         `loss.max_logits` allows.
       backprop_len: positions that gradients go back over: rows are computed in parts of so many,
@@ -217,10 +219,6 @@ class TrainSettings:
                 f"sample_every={every} must be a multiple of eval_every={of}, for a sample follows "
                 "an evaluation: change one of them"
             )
-
-    def built(self, mode: str) -> TaskModel:
-        """The model for 'train' or for 'eval'."""
-        return build(self.model, mode, self.task.n_classes)
 
     @functools.cached_property
     def built_optimizer(self) -> optax.GradientTransformation:

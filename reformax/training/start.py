@@ -273,12 +273,7 @@ def _open_record(
     say: Callable[[str], None],
     check: Callable[[], None],
 ) -> Record:
-    """Opens the record where the checkpoint left it.
-
-    Args:
-      settings, folder, restored: the run's.
-      config: the text of config.gin.
-      say, check: see `RecordLines`.
+    """Opens the record where the checkpoint left it; `say` and `check` are of `RecordLines`.
 
     Raises:
       OSError: the file cannot be read or written.

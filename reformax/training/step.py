@@ -93,18 +93,8 @@ def step_fn(
       model: a model built for training.
       optimizer: a transformation of gradients.
       mesh: the devices.
-      accumulate: micro-batches that a batch is computed in, one after the other; the gradient is
-        that of the whole batch.
-      loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
-        `loss.max_logits` allows.
-      label_smoothing: the share of a target's probability that the loss spreads over the
-        vocabulary; 'nats' below is without it.
-      z_loss: the factor of the squared logarithm of the softmax's sum in the loss; likewise.
-      ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
-        t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
-      backprop_len: the positions of a part of each row. Parts are computed one after the other,
-        from the states of the parts before, through which no gradient goes back; see
-        `training.truncated_backprop`. None: rows are whole.
+      accumulate, loss_chunk_len, label_smoothing, z_loss, ema_decay, backprop_len: those of
+        `settings.TrainSettings`; 'nats' below is without label smoothing and `z_loss`.
       fine_tuning: which weights the steps of a stage change; None: all that the optimizer changes.
       placement: of the state after a step, as `devices.placement` gives it; None: every device
         has it whole.

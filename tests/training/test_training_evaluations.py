@@ -11,7 +11,7 @@ from reformax.training import checkpoint, evaluation, loop, metrics
 from reformax.training.callbacks import Callback
 from reformax.training.evaluation import evaluate
 from reformax.training.evaluations import Evaluation
-from reformax.training.schedule import Schedule
+from reformax.training.schedule import due_after
 from reformax.training.settings import TrainSettings
 from tests.training import tiny, worker
 
@@ -174,8 +174,9 @@ def test_a_finished_run_is_scored_by_one_that_is_new_or_has_changed(tmp_path):
 
 
 def test_they_are_due_by_their_own_steps():
-    schedule = Schedule(0, 10, 4, others=(("own", None), ("three", 3)))
-    due = {step: schedule.due(step, 0.0).others for step in range(11)}
+    others = {"own": Evaluation(split="test"), "three": Evaluation(split="test", every=3)}
+    settings = TrainSettings(**arguments(steps=10, eval_every=4, evaluations=others))
+    due = {step: due_after(settings, 0, step, 0.0).others for step in range(11)}
     assert {step: names for step, names in due.items() if names} == {
         3: ("three",),
         4: ("own",),

@@ -104,3 +104,15 @@ def test_hashes_are_counted_by_the_model():
         chunk_len=4, n_buckets=4, n_hashes=16, n_hashes_eval=16
     )
     assert DENSE(mode="eval").with_n_hashes(4) is None
+
+
+def test_a_table_has_no_column_of_each_layer_where_the_terminal_is_narrow(monkeypatch):
+    masses = {"kept_mass": 0.5} | {f"kept_mass_layer_{layer}": 0.5 for layer in range(24)}
+    line = {"n_hashes": 2, "bits": 1.0, "standard_error": None, **masses}
+    found = {"by_n_hashes": [line], "fewest_n_hashes": 2}
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "| layer 23 |" in hash_counts.table(found, "bits").splitlines()[0]
+    monkeypatch.setenv("COLUMNS", "120")
+    head, _, _, note, _ = hash_counts.table(found, "bits").splitlines()
+    assert head == "| hashes | bits | kept mass |"
+    assert note == "kept mass of each of 24 layers: by_n_hashes of the file"

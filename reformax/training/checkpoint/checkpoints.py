@@ -90,7 +90,7 @@ class Checkpoints(CheckpointReader):
         damaged, together = {}, self._processes
         part = together.index, together.count
         if self._copies is not None and not together.same(self.steps):
-            self.notes += self._copies.fetch_all(self.names)
+            self.notes += self._copies.fetch_all(self.folder)
         for step in reversed(together.same(self.steps)):
             listed = together.count > 1 and together.same(partial(self._is_listed, step))
             harms = together.by_all(partial(self._harm_once_shown, step, part, listed))
@@ -108,7 +108,7 @@ class Checkpoints(CheckpointReader):
 
     def _is_listed(self, step: int) -> bool:
         """Whether this process sees the files of a checkpoint by their names and sizes."""
-        return manifest.damage(self.names.of_step(step), part=None) is None
+        return manifest.damage(self.of_step(step), part=None) is None
 
     def _harm_once_shown(self, step: int, part: tuple[int, int], listed: bool) -> str | None:
         """`_harm`, after a wait for the files that process 0 sees if they are `listed` there."""
@@ -129,12 +129,12 @@ class Checkpoints(CheckpointReader):
         with durable.explaining("renamed or deleted", self.folder):
             for step, harm in self._damaged.items():
                 aside = durable.unused(self.folder / f"damaged.{step}")
-                durable.rename(self.names.of_step(step), aside)
+                durable.rename(self.of_step(step), aside)
                 say(
                     f"note: checkpoint {step} is damaged ({harm}) and is {aside} now; this run "
                     f"goes on from the newest whole one, step {self._checked}"
                 )
-            for step, old in self.names.renamed().items():
+            for step, old in self.renamed().items():
                 durable.rename(old, self.folder / str(step))
             self._sweep()
 
@@ -266,7 +266,7 @@ class Checkpoints(CheckpointReader):
 
     def _copy(self, copies: Copies, step: int, kept: list[int]) -> None:
         try:
-            copies.send(self.names.of_step(step), step, kept)
+            copies.send(self.of_step(step), step, kept)
         except Exception as error:  # of any store's library
             self.notes.append(
                 f"checkpoint {step} is saved and not copied to {copies.address} "
@@ -327,12 +327,12 @@ class Checkpoints(CheckpointReader):
         kept = {*scheduled[-self.keep :], *later[-min(self.keep, 2) :], self._best(readable)}
         # One whose score cannot be read stays: it may be the best.
         for step in readable.keys() - kept:
-            self._remove(self.names.of_step(step))
+            self._remove(self.of_step(step))
 
     def _sweep(self) -> None:
         """Deletes what killed or failed saves and deletions left; no save may be going on."""
-        whole = self.names.renamed().values()
-        for leftover in self.names.starting_with("tmp."):
+        whole = self.renamed().values()
+        for leftover in self.starting_with("tmp."):
             if leftover not in whole:
                 durable.remove(leftover)
 

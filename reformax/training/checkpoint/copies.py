@@ -16,7 +16,6 @@ from typing import Any
 from reformax import durable
 from reformax.declared import SettingError, user_path
 from reformax.training import description, manifest
-from reformax.training.checkpoint.names import CheckpointNames
 from reformax.training.processes import Processes
 
 _BLOCK = 2**22
@@ -107,8 +106,8 @@ class Copies:
             lambda: durable.write(folder / manifest.FILE, (there / manifest.FILE).read_bytes())
         )
 
-    def fetch_all(self, names: CheckpointNames) -> list[str]:
-        """Copies the whole checkpoints back into a run's folder that has none.
+    def fetch_all(self, folder: Path) -> list[str]:
+        """Copies the whole checkpoints back into a run's folder of checkpoints, which has none.
 
         Returns:
           A line for each damaged copy, which is left out.
@@ -116,7 +115,7 @@ class Copies:
         Raises:
           OSError: the copies cannot be read, or all are damaged.
         """
-        folder, together = names.folder, self._processes
+        together = self._processes
 
         def make(temporary: Path) -> None:
             durable.make_folder(folder)

@@ -27,12 +27,12 @@ class CheckpointNames:
         Raises:
           OSError: the folder cannot be read.
         """
-        names = [name for name in self.all() if name.isascii() and name.isdecimal()]
+        names = [name for name in self._entries() if name.isascii() and name.isdecimal()]
         # Others, such as 007, are no name that a checkpoint gets.
         steps = {int(name) for name in names if len(name) < 19 and name == str(int(name))}
         return sorted({*steps, *self.renamed()})
 
-    def all(self) -> list[str]:
+    def _entries(self) -> list[str]:
         """Every name in the folder; none where there is no folder."""
         try:
             with durable.explaining("read", self.folder):
@@ -46,7 +46,7 @@ class CheckpointNames:
 
     def starting_with(self, prefix: str) -> list[Path]:
         """The paths of the names that start so."""
-        return [self.folder / name for name in self.all() if name.startswith(prefix)]
+        return [self.folder / name for name in self._entries() if name.startswith(prefix)]
 
     def renamed(self) -> dict[int, Path]:
         """Checkpoints that were about to be replaced when a run was killed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,30 +28,13 @@ def is_temporary(described: dict[str, Any]) -> bool:
     return described["extra"].get(TEMPORARY) is True
 
 
-class CheckpointReader:
-    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile.
-
-    Attributes:
-      names: their folders by name.
-    """
+class CheckpointReader(CheckpointNames):
+    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile."""
 
     def __init__(self, output_dir: str | os.PathLike):
         """Takes a run's folder, which need not exist."""
-        self.names = CheckpointNames(output_dir)
+        super().__init__(output_dir)
         self._checked: int | None = None  # a step that was found whole
-
-    @property
-    def folder(self) -> Path:
-        """DIR/checkpoints."""
-        return self.names.folder
-
-    def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending.
-
-        Raises:
-          OSError: the folder cannot be read.
-        """
-        return self.names.steps()
 
     def best_step(self, skip_unreadable: bool = False) -> int | None:
         """The step with the lowest score; None if no checkpoint has one.
@@ -101,7 +83,7 @@ class CheckpointReader:
         """
 
         def whole(there: Shapes) -> Shapes:
-            check_fits(there, like, "", self.names.of_step(step))
+            check_fits(there, like, "", self.of_step(step))
             return there
 
         tensors, info = self._read(step, whole, None if shardings is None else named(shardings))
@@ -129,7 +111,7 @@ class CheckpointReader:
             parts = [prefix] if names is None else [f"{prefix}{name}." for name in names]
             there = {n: x for n, x in there.items() if f"{n}.".startswith(tuple(parts))}
             there = {n: x for n, x in there.items() if not set(without) & set(n.split("."))}
-            check_fits(there, like, prefix, self.names.of_step(step), fix)
+            check_fits(there, like, prefix, self.of_step(step), fix)
             return there
 
         tensors, info = self._read(step, scored)
@@ -194,7 +176,7 @@ class CheckpointReader:
                 descriptions[step] = self._read_description(step)
             except manifest.Damaged as error:
                 # Another process, which trains, may have deleted it just now.
-                if not skip_unreadable and os.path.lexists(self.names.of_step(step)):
+                if not skip_unreadable and os.path.lexists(self.of_step(step)):
                     raise self._refusal(step, str(error)) from None
             except (ValueError, OSError):
                 if not skip_unreadable:
@@ -217,7 +199,7 @@ class CheckpointReader:
             raise self._refusal(step, str(error)) from None
 
     def _read_description(self, step: int) -> dict[str, Any]:
-        return description.read(self.names.of_step(step), step)
+        return description.read(self.of_step(step), step)
 
     def _read(
         self,
@@ -236,7 +218,7 @@ class CheckpointReader:
         there = description.shapes(described)
         try:
             wanted = choose(there)
-            folder = self.names.of_step(step)
+            folder = self.of_step(step)
             held = arrays_lib.bytes_held(wanted, shardings)
             memory.check(f"the tensors of {folder}", held, "the model's sizes")
         except SettingError:
@@ -248,7 +230,7 @@ class CheckpointReader:
         try:
             tensors = arrays_lib.restore_tensors(folder, wanted, shardings)
         except Exception as error:
-            folder = self.names.of_step(step)
+            folder = self.of_step(step)
             if not os.path.lexists(folder):
                 raise self._refusal(step, "deleted") from error
             if (cause := durable.system_error(error)) is not None:
@@ -265,7 +247,7 @@ class CheckpointReader:
 
     def _harm(self, step: int, part: tuple[int, int] = (0, 1)) -> str | None:
         """The damage of a checkpoint, or of a part of its files, in words; None if whole."""
-        folder = self.names.of_step(step)
+        folder = self.of_step(step)
         try:
             most = description.most_bytes(self._read_description(step))
         except manifest.Damaged as error:
@@ -274,7 +256,7 @@ class CheckpointReader:
 
     def _refusal(self, step: int, harm: str) -> ValueError:
         """The error of a step without a whole checkpoint."""
-        folder, others = self.names.of_step(step), [s for s in self.steps() if s != step]
+        folder, others = self.of_step(step), [s for s in self.steps() if s != step]
         if not os.path.lexists(folder):
             there = ", ".join(map(str, others)) or "none"
             return ValueError(
