@@ -396,7 +396,7 @@ def compiled(
 ) -> dict[Case, Programs | Exception]:
     """The programs of cases. Those of a case are compiled at the same time, and so are cases.
 
-    A program that is not ready after `limit` seconds goes on in its thread, and is an error here.
+    A program that takes more than `limit` seconds goes on in its thread, and is an error here.
     """
 
     def parts() -> Iterator[tuple[tuple[Case, int], Any]]:

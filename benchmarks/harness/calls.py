@@ -53,28 +53,32 @@ def attempt_each(
 def attempt_within(
     seconds: float, function: Callable[[Any], Any], rows: Iterable[tuple[Any, Any]], threads: int
 ) -> dict[Any, Any]:
-    """As `attempt_each`, of rows as they come, by name; those that take longer are left out.
+    """As `attempt_each`, of rows as they come, by name, less those that take more than `seconds`.
 
-    Their threads go on, and end with the process.
+    The threads of these go on, in vain, and end with the process; others take their place.
     """
-    left, lock, done, over = iter(rows), threading.Lock(), {}, threading.Event()
+    left, lock, done, begun = iter(rows), threading.Lock(), {}, {}
 
     def work() -> None:
-        while not over.is_set():
+        while True:
             with lock:
-                name, row = next(left, (None, over))
-            if row is over:
+                found = next(left, None)
+            if found is None:
                 return
+            name, row = found
+            begun[name] = time.monotonic()
             done[name] = row if isinstance(row, Exception) else attempt(function, row)
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    end = time.monotonic() + seconds
-    for worker in workers:
-        worker.join(max(0, end - time.monotonic()))
-    over.set()
-    return dict(done)
+    workers, late = [], set()
+    while True:
+        while len(workers) < threads + len(late):
+            workers.append(threading.Thread(target=work, daemon=True))
+            workers[-1].start()
+        if sum(worker.is_alive() for worker in workers) <= len(late - done.keys()):
+            return dict(done)
+        time.sleep(0.01)
+        now = time.monotonic()
+        late |= {x for x, start in list(begun.items()) if now - start > seconds and x not in done}
 
 
 def reason(error: Exception) -> str:

@@ -16,9 +16,9 @@ PANELS = {
     "All keys": ("dense", "shared_qk", "memory_efficient", "dense, impl='xla'"),
     "Windows and blocks": ("sinks", "block_sparse", "bigbird", "longformer", "local"),
     "Keys that hash alike": ("hash_sparse", "asymmetric_lsh", "lsh", "smyrf"),
-    "Chosen keys": ("dsa", "nsa", "routing", "csa", "hca", "moba"),
+    "Chosen keys": ("dsa", "nsa", "routing", "csa", "moba"),
     "Recurrences": ("gated_linear", "gated_delta", "kda", "retention", "linear"),
-    "Features and projections": ("performer", "long_short", "nystromformer", "linformer"),
+    "Features and projections": ("performer", "long_short", "nystromformer", "hca", "linformer"),
 }
 
 

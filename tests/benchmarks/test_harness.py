@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -28,6 +29,17 @@ def test_rows_are_tried_at_the_same_time_and_stay_failed():
     rows = dict(a=1, b=2, c=3, failed=ValueError("before"))
     results = calls.attempt_each(lambda row: row / (barrier.wait(timeout=30) >= 0), rows, 4)
     assert results == rows
+
+
+def test_what_takes_too_long_is_left_out_and_keeps_nothing_waiting():
+    """One thread for many rows: what has not begun is not late."""
+    over = threading.Event()
+    rows = [("a", 0.0), ("stuck", 60.0), ("b", 0.0), ("failed", ValueError("before")), ("c", 0.1)]
+    found = calls.attempt_within(0.3, lambda row: over.wait(row) or row, rows, 1)
+    over.set()
+    assert found == {name: row for name, row in rows if name != "stuck"}
+    many = dict.fromkeys(range(30), 0.02)
+    assert calls.attempt_within(0.3, lambda row: time.sleep(row) or row, many.items(), 1) == many
 
 
 def test_calls_take_turns():
