@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The most numbers of a row that "auto" takes a kernel for: a program has the row and two of the
 # matrix on the chip.
 MOST = 4096
-# The same for several rows: one tile has them all, and the whole of rows that have a norm.
+# The most of several rows, and of their numbers where a norm needs all of them at once.
 FEW, MOST_OF_FEW = 16, 1024
 # What a step's error says of the weights that `apply` reads.
 FOR_DECODING = "expected those of for_decoding(params)"

@@ -1,7 +1,7 @@
 """`one_row` for several rows, as a Pallas kernel for NVIDIA GPUs (Triton).
 
 A program multiplies all rows with its part of the matrix, which is then read once, on tensor cores.
-These take 16 rows; those that do not exist are zeros. Norms are of rows that one tile holds.
+These take 16 rows; those that do not exist are zeros.
 
 Letters as in `reformax.layers.matrices.affine`; R rows.
 """
@@ -18,20 +18,20 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from reformax.layers.kernels.one_row import OneRowInputs, OneRowOptions
-from reformax.layers.matrices import FEW, MOST_OF_FEW
 from reformax.ops.kernels.triton.common import launch, load, power_of_two, tile_product
 
-# Outputs of a program. Rows of up to `MOST_OF_FEW` numbers are one tile; of longer ones, tiles of
-# `STREAMED` numbers are on their way at once.
-OUTPUTS, STREAMED = 16, 256
+# Outputs of a program. Rows that have a norm or at most `WHOLE` numbers are one tile; of others,
+# tiles of `STREAMED` numbers are on their way at once.
+OUTPUTS, WHOLE, STREAMED = 16, 1024, 256
 WARPS, STAGES = 8, 4
 
 
 def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
     n_rows, (n_out, size) = inputs.x.shape[0], inputs.w.shape
-    row = jnp.arange(FEW, dtype=jnp.int32)[:, None]
+    row = jnp.arange(power_of_two(n_rows), dtype=jnp.int32)[:, None]
     at = pl.program_id(0) * OUTPUTS + jnp.arange(OUTPUTS, dtype=jnp.int32)
-    width = _width(size)
+    whole = inputs.norm is not None or size <= WHOLE
+    width = power_of_two(size) if whole else STREAMED
 
     def product(i) -> Float[Array, "R n"]:
         column = (i * width + jnp.arange(width, dtype=jnp.int32))[None]
@@ -42,10 +42,10 @@ def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
             x = _norm(x.astype(jnp.float32), inputs, column, options.epsilon)
         return tile_product(x.astype(w.dtype), w, "11")
 
-    if size <= width:
+    if whole:
         out = product(0)
     else:
-        zeros = jnp.zeros((FEW, OUTPUTS), jnp.float32)
+        zeros = jnp.zeros((len(row), OUTPUTS), jnp.float32)
         out = lax.fori_loop(0, pl.cdiv(size, width), lambda i, out: out + product(i), zeros)
     if inputs.b is not None:
         out = out + load(inputs.b.at[at], at < n_out, 0.0).astype(jnp.float32)[None]
@@ -74,11 +74,6 @@ def _norm(x, inputs: OneRowInputs, column, epsilon: float) -> Float[Array, "R D"
     x = x * lax.rsqrt(square + epsilon)[:, None]
     x = x * load(inputs.norm["scale"].at[column], inside, 0.0)
     return x if bias is None else x + load(bias.at[column], inside, 0.0)
-
-
-def _width(size: int) -> int:
-    """Numbers of a row that a tile has."""
-    return power_of_two(size) if size <= MOST_OF_FEW else STREAMED
 
 
 def affine(options: OneRowOptions, inputs: OneRowInputs) -> list[Float[Array, "R _"]]:

@@ -70,7 +70,7 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     at_hash = tuple(pl.program_id(i) for i in range(3))  # row, head, hash
     row, head, hash_index = at_hash
     size, capacity = inputs.q.shape[2], inputs.order.shape[3]
-    newest = load(inputs.position.at[row], None)
+    newest = load(inputs.position.at[row], None).astype(jnp.int32)
     feature = jnp.arange(power_of_two(size), dtype=jnp.int32)
     q = load(inputs.q.at[row, head, feature], feature < size, 0.0)
 
@@ -106,7 +106,7 @@ def _place(buckets, at_hash, bucket, newest, tile: int) -> tuple[Array, Array]:
         at = i * tile + jnp.arange(tile, dtype=jnp.int32)
         counted = at < newest
         of = load(buckets.at[(*at_hash, at)], counted, 0)
-        more = (jnp.sum((counted & x).astype(jnp.int32)) for x in (of < bucket, of <= bucket))
+        more = (jnp.sum(counted & x, dtype=jnp.int32) for x in (of < bucket, of <= bucket))
         return tuple(n + m for n, m in zip(counts, more, strict=True))
 
     zero = jnp.int32(0)
