@@ -109,7 +109,6 @@ class SortedByHash(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
-        del params
         chunk_len, segment_ids = self._chunks.chunk_len, call.segment_ids
         if k.shape[1] <= chunk_len:
             return None
@@ -129,7 +128,6 @@ class SortedByHash(AttentionOp):
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
-        del params
         segment_ids = call.segment_ids
         options = dict(
             causal=call.causal,
@@ -154,12 +152,11 @@ class SortedByHash(AttentionOp):
         return chunked_attention(q, k, v, chunks, plan, *masks, interpret, n_tokens=n_tokens)
 
     def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
-        del params, plan  # a plan has no hashes
+        # A plan has no hashes.
         hashes = self._hashing.start(call, q, k)
         return SortedCache(fill_ring(k, v, call.lengths, call.length), hashes)
 
     def _step(self, call, params, q, k, v, cache: SortedCache):
-        del params
         position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         newest, capacity = position[:, None, None, None], memory.keys.shape[2]
@@ -277,7 +274,6 @@ class CentredAngularHash(NamedTuple):
         return [hash_by(rotations, x, factors, self.impl) for x in vectors]
 
     def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
-        del cross
         segment_ids, length = call.segment_ids, call.length or k.shape[1]
         if segment_ids is not None and not call.one_segment:
             ids = segment_pair(segment_ids)

@@ -184,7 +184,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
         """`init` without the weight of `learn_scale_by_length`."""
-        del rng, dims
         return ()
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
@@ -199,12 +198,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
         A layer makes them. `apply`, `init_cache` and `step` then take `extra_projections`, a dict,
         `{name: [B, T, n_heads, size]}`.
         """
-        del dims
         return {}
 
     def may_reuse(self, other: AttentionOp) -> bool:
         """Whether it can attend by the plan of another op, where it `reuses` one."""
-        del other
         return False
 
     def newest_choice(self, cache: Any) -> Any:
@@ -217,7 +214,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         A tree of which `cache` may have more: a number is for all arrays of its part, and None says
         that a mesh axis does not divide these.
         """
-        del cache
         return 2
 
     def reach(self, causal: bool) -> Reach | None:
@@ -226,7 +222,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         A device that has a shard of a sequence then reads its neighbours' borders alone. For an
         algorithm without a plan and without `extra_projections`.
         """
-        del causal
         return None
 
     @final
@@ -544,7 +539,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
     # What an algorithm defines.
 
     def _plan(self, call: Call, params, q, k) -> Any:
-        del call, params, q, k
         return ()
 
     def _apply(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:

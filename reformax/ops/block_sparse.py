@@ -135,7 +135,6 @@ class block_sparse(AttentionOp):
         return Layout(mask, *sizes, call.causal, call.dropout, call.logits)
 
     def _apply(self, call, params, q, k, v, plan):
-        del params
         if self.n_global and plan is not None:
             return self._with_global(call, q, k, v, plan)
         n_heads = q.shape[2]
@@ -152,7 +151,6 @@ class block_sparse(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B G"] | tuple[()] | None:
         """The positions of global tokens; None without any."""
-        del params, q, k
         tokens = call.global_tokens, call.segment_ids
         return first_global(*tokens, self.n_global) if self.n_global else ()
 
@@ -184,11 +182,9 @@ class block_sparse(AttentionOp):
         return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
     def _init_cache(self, call, params, q, k, v, plan) -> KeyValues:
-        del params, q, plan
         return fill_ring(k, v, call.lengths, call.length)
 
     def _step(self, call, params, q, k, v, cache: KeyValues):
-        del params
         position = call.position
         cache = add_to_ring(cache, k, v, position)
         n_heads, capacity = cache.keys.shape[1:3]

@@ -48,7 +48,6 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
     _impls = ("cudnn", *KERNELS)
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         call = self._with_sinks(call, params, q.shape[2])
 
         @jax.checkpoint

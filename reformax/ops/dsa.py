@@ -365,7 +365,6 @@ class dsa(IndexedChoice, AttentionOp):
         return by_chunks(divergence_of, n_each * plan.shape[2], query_ids, *some), query_ids
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
-        del plan
         memory = fill_ring(k, v, call.lengths, call.length)
         if self.reuse:
             return DsaCache(memory, (), ())

@@ -77,7 +77,6 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
         return ("heads",) if self.impl == "cudnn" or self.learned_sinks else ("heads", "sequence")
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         call = self._with_sinks(call, params, q.shape[2])
         block_sizes = self.query_block_size, self.key_block_size
         causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed

@@ -105,7 +105,6 @@ class hash_sparse(AttentionOp):
 
     def _plan(self, call, params, q, k) -> HashSparsePlan:
         """Both orders by segment, bucket and position."""
-        del params
         rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng, call.shard)
 
         def order(x: Float[Array, "B T N H"]) -> SortedSequence:
@@ -115,7 +114,6 @@ class hash_sparse(AttentionOp):
         return HashSparsePlan(order(q), None if self.shared_qk else order(k))
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        del params
         n_batch, length, n_heads, _ = q.shape
         causal, dropout, seed = call.causal, call.dropout, call.seed
         k = length_normalize(q) if self.shared_qk else k
@@ -148,7 +146,7 @@ class hash_sparse(AttentionOp):
         return jnp.where(alone[..., None], dropped_self_values(v, dropout, seed), out)
 
     def _init_cache(self, call, params, q, k, v, plan) -> HashSparseCache:
-        del params, plan  # only orders, which decoding does not use
+        # Only orders, which decoding does not use.
         rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng)
         buckets = self._buckets(rotations, q if self.shared_qk else k)
         keys = length_normalize(q) if self.shared_qk else k
@@ -159,7 +157,6 @@ class hash_sparse(AttentionOp):
         )
 
     def _step(self, call, params, q, k, v, cache: HashSparseCache):
-        del params
         position, (memory, buckets, (rotations,)) = call.position, cache
         query_bucket = self._buckets(rotations, q)
         key_bucket = query_bucket if self.shared_qk else self._buckets(rotations, k)

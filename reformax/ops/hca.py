@@ -66,7 +66,6 @@ class hca(Compressed, AttentionOp):
     shards = ("key heads", "queries")
 
     def _attend_to_summaries(self, call, params, q, summaries, near, plan, plain_q, plain_k):
-        del params, plan, plain_q, plain_k
         length, n_blocks = q.shape[1], summaries.keys.shape[1]
         block = jnp.arange(n_blocks, dtype=jnp.int32)
         keys = Side(last_position(block, self.block_size)[None, None], summaries.ids[:, None])

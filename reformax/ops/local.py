@@ -164,7 +164,6 @@ class local(RingDecoding, AttentionOp):
             )
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, plan
         window, shared_qk, causal = self.window, self.shared_qk, call.causal
         if not causal and self._chunks_reached > self.n_chunks_after:
             raise SettingError(

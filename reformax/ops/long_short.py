@@ -119,7 +119,6 @@ class long_short(AttentionOp):
         return params
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         segment_ids, causal = call.segment_ids, call.causal
         params = {
             name: of_heads(x, call.shard, q.shape[2], axis=1 if name.endswith("_norm") else 0)
@@ -252,7 +251,6 @@ class long_short(AttentionOp):
     # Decoding.
 
     def _init_cache(self, call, params, q, k, v, plan) -> LongShortCache:
-        del q, plan
         lengths, capacity = call.lengths, call.length
         rank, chunk_len = self.rank, min(self.chunk_len, capacity)
         ring = fill_ring(k, v, lengths, min(max(self.window, rank and chunk_len), capacity))

@@ -212,7 +212,6 @@ class lsh(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The order by bucket of each hash; None where one chunk has all keys."""
-        del params, k
         one_chunk = q.shape[1] <= self.chunk_len
         if one_chunk and not self.strictly_causal:  # which hides keys of other buckets even there
             return None
@@ -261,7 +260,7 @@ class lsh(AttentionOp):
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""
-        del params, k, plan  # decoding keeps buckets, which a plan does not have
+        # Decoding keeps buckets, which a plan does not have.
         lengths, capacity, length = call.lengths, call.length, q.shape[1]
         factors, n_hashes = self._hashing.factors_for(capacity), self._n_hashes_in(call.train)
         rotations = self._hashing.rotations_for(q, capacity, n_hashes, call.rng)
@@ -280,7 +279,6 @@ class lsh(AttentionOp):
 
     def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
-        del params, k
         position = call.position
         memory, buckets, order, (rotations,) = cache
         # Hash the new query, and insert its position in each hash's order.

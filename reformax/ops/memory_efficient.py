@@ -72,7 +72,6 @@ class memory_efficient(RingDecoding, AttentionOp):
     _impls = KERNELS
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, plan
         causal, bias = call.causal, call.bias
         k, v = repeat_heads(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]

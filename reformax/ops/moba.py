@@ -91,7 +91,6 @@ class moba(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B N T K-1"]:
         """The earlier blocks that each query chooses."""
-        del params
         q, k, segment_ids = lax.stop_gradient(q), lax.stop_gradient(k), call.segment_ids
         n_batch, length, n_heads, _ = q.shape
         ids = ids_or_ones(segment_ids, q)
@@ -128,7 +127,6 @@ class moba(AttentionOp):
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _apply(self, call, params, q, k, v, plan):
-        del params
         length, size = q.shape[1], min(self.block_size, q.shape[1])
 
         def in_arrays() -> Float[Array, "B T N V"]:
@@ -155,14 +153,12 @@ class moba(AttentionOp):
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _init_cache(self, call, params, q, k, v, plan) -> MobaCache:
-        del params, q, plan
         memory = fill_ring(k, v, call.lengths, call.length)  # zeros where there is no position yet
         keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
         blocks = in_blocks(keys, min(self.block_size, call.length))
         return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
     def _step(self, call, params, q, k, v, cache: MobaCache):
-        del params
         position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]

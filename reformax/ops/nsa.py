@@ -373,7 +373,6 @@ class nsa(AttentionOp):
         return compressed, kernel.attend(sizes, interpret, x)
 
     def _init_cache(self, call, params, q, k, v, plan) -> NsaCache:
-        del q, plan
         lengths, capacity = call.lengths, call.length
         fitted = self._within(capacity)
         selected, window = fitted._branch_projections(k, v, call.extra_projections)

@@ -125,7 +125,6 @@ class performer(AttentionOp):
             )
 
     def _init(self, rng, dims) -> Any:
-        del rng, dims
         return () if self.redraw is None else {"steps": Buffer(jnp.zeros(()))}
 
     def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
@@ -144,7 +143,6 @@ class performer(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, 2] | tuple[()]:
         """The key data of the features: two words, from which `directions` draws them."""
-        del q, k
         if self.plan_needs == "nothing":
             return ()
         if self.redraw is None:
@@ -229,7 +227,6 @@ class performer(AttentionOp):
         return PerformerCache(sums, jnp.zeros((*sizes, 1), dtype), SharedByBatch(()))
 
     def _apply_from(self, call, params, q, k, v, state: PerformerCache):
-        del params
         dtype, shape = v.dtype, q.shape[:2]
         order, (q, k, v), ids, lengths = tokens_first((q, k, v), call.segment_ids, shape)
         real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
@@ -249,7 +246,6 @@ class performer(AttentionOp):
     # Decoding.
 
     def _init_cache(self, call, params, q, k, v, plan) -> PerformerCache:
-        del params, q
         real = (jnp.arange(k.shape[1])[None] < call.lengths[:, None])[..., None, None]
         (keys,) = self._features(plan, jnp.where(real, k, 0))
         values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
@@ -262,7 +258,6 @@ class performer(AttentionOp):
         )
 
     def _step(self, call, params, q, k, v, cache: PerformerCache) -> tuple[Any, PerformerCache]:
-        del call, params
         queries, keys = self._features(cache.plan.value, q, k)
         before = cache.largest
         largest = jnp.maximum(before, keys.scale[:, 0])

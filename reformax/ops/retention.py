@@ -60,7 +60,6 @@ class retention(Recurrence, AttentionOp):
         return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
-        del extra_projections
         log_decay = jnp.asarray(params["rates"], accum_dtype(q.dtype))[None, None, :, None]
         log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
         return RecurrenceInputs(scaled(q), k, v, log_decay, None)

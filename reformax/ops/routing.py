@@ -244,7 +244,6 @@ class routing(AttentionOp):
         return gathered_softmax(call, q, k, v, mask, (query, key))
 
     def _init_cache(self, call, params, q, k, v, plan) -> RoutingCache:
-        del plan
         n_free = ((0, 0),) * 3 + ((0, call.length - q.shape[1]),)
         queries = jnp.pad(_products(params, q), n_free)
         keys = queries if self.shared_qk else jnp.pad(_products(params, k), n_free)

@@ -54,7 +54,6 @@ class shared_qk(RingDecoding, AttentionOp):
         return not self.attend_self_if_alone
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, k, plan
         ids, causal = call.segment_ids, call.causal
         obstacle = cudnn_obstacle(call, q, q, v) if causal else "causal=False"
 

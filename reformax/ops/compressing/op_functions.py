@@ -143,7 +143,6 @@ class Compressed(LearnedSinks):
         self, call: Call, q: Array, k: Array, v: Array | None, plan: Any = None, **above: Any
     ) -> KernelObstacles:
         """The obstacles of the kernels, and others by name; `plan` is None before there is one."""
-        del plan
         group = q.shape[2] // k.shape[2]
         above["heads_of_a_key_head"] = group if group > MAX_GROUP else None
         above["divided_by"] = sharding.axis_of(call.shard)
@@ -174,7 +173,6 @@ class Compressed(LearnedSinks):
         self, call: Call, params, q, k, v, summaries: Summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
         """The same in kernels. `q`, `k` and `v` are rotated by the op."""
-        del params, plan, plain_q, plain_k
         sizes = self.window, self.block_size
         return in_kernels(call, interpret, q, k, v, summaries, sizes)[0]
 
@@ -190,7 +188,6 @@ class Compressed(LearnedSinks):
     # Decoding. C is the number of blocks in the capacity.
 
     def _init_cache(self, call, params, q, k, v, plan) -> CompressedCache:
-        del plan
         lengths, capacity = jnp.asarray(call.lengths), call.length
         ids = (positions(k.shape[1]) < lengths[:, None]).astype(jnp.int32)
         _, keys, values = self._rotated_qkv(q, k, v, positions(k.shape[1]))
@@ -215,7 +212,6 @@ class Compressed(LearnedSinks):
 
     def _index_cache(self, call: Call, params, k, ids) -> Any:
         """The part of the cache that `_choose_newest` reads."""
-        del call, params, k, ids
         return ()
 
     def _step(self, call, params, q, k, v, cache: CompressedCache):

@@ -42,16 +42,13 @@ class RingDecoding:
 
     def _first_key(self, position: Int[Array, "B 1"]) -> Int[Array, "B 1"] | int:
         """The first position that a query at `position` sees."""
-        del position
         return 0
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> KeyValues:
-        del params, plan
         keys = length_normalize(q) if self.shared_qk else k
         return fill_ring(keys, v, call.lengths, self._n_slots(call.length))
 
     def _read_on(self, call: Call, params, q, k, v, cache: KeyValues):
-        del params
         axis = None if call.shard is None else call.shard.axis
         keys = length_normalize(q) if self.shared_qk else k
         cache = add_all_to_ring(cache, keys, v, call.position, call.lengths, axis)

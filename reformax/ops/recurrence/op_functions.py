@@ -95,7 +95,6 @@ class Recurrence(Options):
 
     def _constants(self, n_heads: int) -> dict[str, Array]:
         """Arrays `[N, ...]` for `_inputs`, along with the weights."""
-        del n_heads
         return {}
 
     def _of_these_heads(self, params, n_heads: int, shard=None) -> dict[str, Array]:
@@ -106,7 +105,6 @@ class Recurrence(Options):
         return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         params, dtype = self._of_these_heads(params, v.shape[2], call.shard), v.dtype
         x, gates, ids = self._read_tokens(call, params, q, k, v)
         options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
@@ -162,7 +160,6 @@ class Recurrence(Options):
         return restore_order(out.astype(v.dtype), order), RecurrenceCache(after, last)
 
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
-        del plan
         params, lengths = self._of_these_heads(params, v.shape[2]), jnp.asarray(call.lengths)
         x = self._read_units(params, convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)

@@ -403,7 +403,6 @@ def _attend_forward(forward_pass, tiling, x, plan):
 
 
 def _attend_backward(forward_pass, tiling, residuals, d_out):
-    del forward_pass
     x, plan, results = residuals
     results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x, plan.by_key, results, d_out)

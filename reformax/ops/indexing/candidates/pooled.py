@@ -122,7 +122,6 @@ class Pooled(Candidates):
         return in_blocks(keys, self.block_sizes[-1]).sum(axis=2)
 
     def advance(self, state, x: IndexedKeys, key, position) -> Float[Array, "B C D"]:
-        del x
         row = jnp.arange(state.shape[0])
         return state.at[row, position // self.block_sizes[-1]].add(key[:, 0])
 

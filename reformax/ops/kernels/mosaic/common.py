@@ -168,7 +168,6 @@ def _copy_rows(ctx: Any, dst: Any, src: Any, positions: Any) -> None:
     The chip's unit for bulk copies (TMA) takes rows by index from the next generation on. Pallas
     has no other copy of rows by index, so this is code of the layer below it.
     """
-    del ctx
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, memref

@@ -294,7 +294,6 @@ def _forward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
 
 
 def _backward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
-    del hash_index
     if _is_wide(x):
         return ChunkTiles(32, 32, 8, 2 if x.v.dtype.itemsize == 2 else 1)
     if x.order is None:
