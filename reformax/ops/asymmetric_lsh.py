@@ -36,7 +36,6 @@ from reformax.ops.decoding.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    replace_in_memory,
 )
 from reformax.ops.decoding.sorted_order import (
     arange_last,
@@ -93,7 +92,6 @@ class SortedByHash(AttentionOp):
     chooses_keys = True
     _keeps_padding_out = True
     _impls = KERNELS
-    _replace_value = staticmethod(replace_in_memory)
 
     @property
     def _hashing(self) -> QueryKeyHash:

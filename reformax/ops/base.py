@@ -28,7 +28,7 @@ from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import options
 from reformax.ops.decoding import reading
-from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment
+from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment, tokens_before
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
@@ -513,9 +513,9 @@ class AttentionOp(ArrayCalls, LogitOptions):
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
         hides = self._hides_finite_padding and call.lengths is not None
-        if call.shard is not None and not isinstance(call.shard.position, int):
-            call = call.but(lengths=None)  # a part of a sequence may begin with padding
-        if not self._takes_lengths:
+        # A part of a sequence may begin with padding.
+        is_part = call.shard is not None and not isinstance(call.shard.position, int)
+        if is_part or not self._takes_lengths:
             call = call.but(lengths=None)
         if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
@@ -558,7 +558,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     def _read_on(self, call: Call, params, q, k, v, cache) -> tuple[Array, Any, Any]:
         if self.carries_state:
-            ids = (jnp.arange(v.shape[1])[None] < call.lengths[:, None]).astype(jnp.int32)
+            ids = tokens_before(call.lengths, v.shape[1]).astype(jnp.int32)
             of_part = call.but(segment_ids=ids, position=None, lengths=None)
             return *self._attend_from(of_part, params, q, k, v, cache), ()
 

@@ -197,10 +197,9 @@ class block_sparse(AttentionOp):
         seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
         seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
         seen = (seen * block_k + jnp.arange(block_k)[None, None, None]).reshape(*seen.shape[:2], -1)
-        index = jnp.minimum(seen, capacity - 1)[..., None]
-        keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(seen))
-        return attend_to(call, q, keys, values, mask, self.impl), cache
+        read = cache.at(jnp.minimum(seen, capacity - 1))
+        return attend_to(call, q, *read, mask, self.impl), cache
 
 
 def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T N V"]:
@@ -214,7 +213,7 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
         ids = segment_pair(call.segment_ids)
         x = BlockInputs(q, k, v, *ids, call.seed)
-        return block_kernels.attend(layout, interpret, x)[0]
+        return block_kernels.kernels().attend(layout, interpret, x)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, in_arrays, pallas=(obstacles, in_kernels))

@@ -309,9 +309,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
     def _choose_newest(self, call, params, q, k, summaries, index: CsaIndex | tuple[()]):
         index = () if self.reuse else self._with_newest(call, params, q, k, index)
         chosen = call.chosen if self.reuse else index.chosen
-        slot = jnp.maximum(chosen, 0)[:, None, :, None]
-        far = KeyValues(*(jnp.take_along_axis(x, slot, axis=2) for x in summaries))
-        return far, chosen >= 0, index
+        return summaries.at(jnp.maximum(chosen, 0)[:, None]), chosen >= 0, index
 
     def _with_newest(self, call, params, q, k, index: CsaIndex) -> CsaIndex:
         """The index with the newest position, and its query's choice."""

@@ -37,11 +37,11 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
+    MAX_GROUP,
     KernelObstacles,
     choose_kernels,
     compute_by,
+    group_obstacles,
     kernel_obstacles,
 )
 from reformax.ops.calls.heads import repeat_heads
@@ -50,7 +50,6 @@ from reformax.ops.decoding.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    replace_in_memory,
 )
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.blocks import in_parts, newest_block
@@ -73,11 +72,8 @@ from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding import queries as sharding
-from reformax.ops.softmax.dropout import dropout_mask, seed_at
+from reformax.ops.softmax.dropout import dropped_factors, seed_at
 from reformax.ops.softmax.online import masked_softmax, nonzero
-
-# The most query heads of a key head for which kernels read whole blocks.
-MAX_GROUP = 128
 
 
 @op
@@ -132,7 +128,6 @@ class dsa(IndexedChoice, AttentionOp):
     _of_choice = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
     _grouped = True
     _impls = KERNELS
-    _replace_value = staticmethod(replace_in_memory)
 
     @property
     def plan_needs(self):
@@ -289,8 +284,7 @@ class dsa(IndexedChoice, AttentionOp):
         group, size = q.shape[2] // k.shape[2], self.indexer.block_size
         chosen, own = in_parts(plan, size)
         blocks = chosen[..., ::size] // size
-        rows = kernel_obstacles(q, k, v, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
-        by_block = rows.chip is None and group <= MAX_GROUP
+        by_block = group_obstacles(q, k, v).chip is None and group <= MAX_GROUP
         common = dict(group=group, dropout=call.dropout, logits=call.logits)
         sizes = kernel.block_sizes(size, blocks.shape[2], n_rows(q), by_block, **common)
         lists = own, blocks if by_block else chosen
@@ -326,14 +320,10 @@ class dsa(IndexedChoice, AttentionOp):
     ) -> tuple[Float[Array, "B Q N V"], Float[Array, "B Q"]]:
         """The output of a chunk of queries, which have a key head each, and their divergences."""
         weights = masked_softmax(x.logits, x.mask[:, None])
-        dropped_weights = weights
-        if call.seed is not None:
-            batch, head = (
-                y[..., None, None] for y in jnp.ogrid[: len(weights), : weights.shape[1]]
-            )
-            query, key = position[:, None, :, None], x.key[:, None]
-            kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
-            dropped_weights = weights * kept.astype(weights.dtype)
+        dropped = dropped_factors(
+            call, weights.shape[:2], position[:, None, :, None], x.key[:, None]
+        )
+        dropped = weights if dropped is None else weights * dropped.astype(weights.dtype)
         mean_weights, learnt = lax.stop_gradient(weights).mean(axis=1), x.mask
         if (size := self.indexer.block_size) > 1:  # what is seen in any case has no score
             block = x.key // size
@@ -341,7 +331,7 @@ class dsa(IndexedChoice, AttentionOp):
             mean_weights = jnp.where(learnt, mean_weights, 0)
             mean_weights /= nonzero(mean_weights.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
-        out = product(x.axes, dropped_weights, x.values, x.values.dtype)
+        out = product(x.axes, dropped, x.values, x.values.dtype)
         return out, divergence(found, mean_weights, learnt)
 
     def _some_losses(
@@ -422,9 +412,8 @@ class dsa(IndexedChoice, AttentionOp):
             chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
             cache = DsaCache(memory, index, chosen)
         chosen = chosen[:, None]  # [B, 1, K]
-        slot = jnp.maximum(chosen, 0)[..., None]
-        keys, values = (jnp.take_along_axis(x, slot, axis=2) for x in memory)
-        return attend_to(call, q, keys, values, chosen >= 0, self.impl), cache
+        seen = memory.at(jnp.maximum(chosen, 0))
+        return attend_to(call, q, *seen, chosen >= 0, self.impl), cache
 
 
 def _index_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:

@@ -131,7 +131,7 @@ class hash_sparse(AttentionOp):
             layout = SortedLayout(length, length, causal, dropout, call.logits, **options)
             groups, orders = ([getattr(y, z) for y in flat] for z in ("group", "position"))
             inputs = BlockInputs(*x, *groups, seed, *orders)
-            return block_kernels.attend(layout, interpret, inputs)[0]
+            return block_kernels.kernels().attend(layout, interpret, inputs)[0]
 
         obstacles = kernel_obstacles(q, k, v, call.logits)
         out = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))

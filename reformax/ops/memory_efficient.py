@@ -186,8 +186,7 @@ def kernel_summary(
         ids = ids_of(x.query_segment_ids, group, queries), ids_of(x.key_segment_ids, group, keys)
     layout = FullLayout(q.shape[1], k.shape[1], tiling.causal, 0.0, tiling.logits)
     x = BlockInputs(q, k, v, *ids, None)
-    out, row_max, row_sum = block_kernels.kernels().forward(layout, x, interpret=interpret)
-    return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
+    return Softmax.of_results(block_kernels.kernels().forward(layout, x, interpret=interpret))
 
 
 def forward(

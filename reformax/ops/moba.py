@@ -28,10 +28,8 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
     compute_by,
-    kernel_obstacles,
+    group_obstacles,
 )
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import (
@@ -39,7 +37,6 @@ from reformax.ops.decoding.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    replace_in_memory,
 )
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones
@@ -87,7 +84,6 @@ class moba(AttentionOp):
     chooses_keys = True
     _grouped = True
     _impls = KERNELS
-    _replace_value = staticmethod(replace_in_memory)
 
     def _plan(self, call, params, q, k) -> Int[Array, "B N T K-1"]:
         """The earlier blocks that each query chooses."""
@@ -123,7 +119,7 @@ class moba(AttentionOp):
             chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
             return chosen[:, :, :length]
 
-        obstacles = kernel_obstacles(q, k, None, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
+        obstacles = group_obstacles(q, k, None)
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _apply(self, call, params, q, k, v, plan):
@@ -147,9 +143,7 @@ class moba(AttentionOp):
             x = kernel.MobaInputs(q, k, v, ids, call.seed, *lists)
             return kernel.attend(sizes, interpret, x)
 
-        obstacles = kernel_obstacles(
-            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2
-        )
+        obstacles = group_obstacles(q, k, v, call.logits)
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _init_cache(self, call, params, q, k, v, plan) -> MobaCache:
@@ -240,7 +234,7 @@ def _in_arrays(call: Call, tiles: ChosenTiles, size: int, q, k, v) -> Float[Arra
         return gather_rows(x, jnp.maximum(tiles.slot, 0))
 
     whole = Softmax(*map(pairs_by_query, parts)).merged(axis=3, where=tiles.slot >= 0)
-    return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
+    return whole.results(v.dtype)[0]
 
 
 def _by_tile(x: Array) -> Array:

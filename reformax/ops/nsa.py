@@ -37,11 +37,10 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
+    MAX_GROUP,
     KernelObstacles,
     compute_by,
-    kernel_obstacles,
+    group_obstacles,
 )
 from reformax.ops.compressing.overlapping import OverlappingSummaries, SummarySizes, init_weights
 from reformax.ops.decoding.cache import (
@@ -49,22 +48,22 @@ from reformax.ops.decoding.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    positions_by_slot,
+    seen_in_ring,
 )
 from reformax.ops.masking.contiguous import first_of_segment
-from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.masks import ids_or_ones, tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
 from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, best_of
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
-from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.dropout import dropped_factors
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import masked_softmax
 
 # The largest sizes that the tiles of the kernels hold.
-KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
+KERNELS_HOLD = {"heads_of_a_key_head": MAX_GROUP, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
 @op
@@ -140,9 +139,7 @@ class nsa(AttentionOp):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return kernel_obstacles(
-            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
-        )
+        return group_obstacles(q, k, v, call.logits, **above)
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""
@@ -307,13 +304,7 @@ class nsa(AttentionOp):
         ids = ids_or_ones(call.segment_ids, q)
         blocks = k, v, ids[:, :, None]
         blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
-        head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
-        batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-
-        def dropout_factors(query, key):
-            if call.seed is None:
-                return None
-            return dropout_mask(call.seed, call.dropout, batch, head, query, key)
+        rows = n_batch, n_kv, n_heads // n_kv
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
@@ -324,7 +315,7 @@ class nsa(AttentionOp):
                 mask[:, None, None],
                 "bgmqc,bcgv->bgmqv",
                 summaries.values,
-                dropout_factors(query, summaries.last[None, None, None]),
+                dropped_factors(call, rows, query, summaries.last[None, None, None]),
             )
             chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
             block = jnp.maximum(chosen, 0)
@@ -340,7 +331,7 @@ class nsa(AttentionOp):
                 mask[:, :, None],
                 "bgmqk,bgqkv->bgmqv",
                 values,
-                dropout_factors(query, key[:, :, None]),
+                dropped_factors(call, rows, query, key[:, :, None]),
             )
             return tuple(jnp.moveaxis(x.output(), 3, 1) for x in (compressed, selected))
 
@@ -376,7 +367,7 @@ class nsa(AttentionOp):
         lengths, capacity = call.lengths, call.length
         fitted = self._within(capacity)
         selected, window = fitted._branch_projections(k, v, call.extra_projections)
-        exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
+        exists = tokens_before(jnp.asarray(lengths), k.shape[1]).astype(jnp.int32)
         real = tokens_only(k, exists), tokens_only(v, exists)
         summaries = fitted._summaries.of(params, *real, exists)
         n = fitted._summaries.n(capacity)
@@ -401,15 +392,12 @@ class nsa(AttentionOp):
         newest = add_to_ring(cache.newest, k, v, position)
         summaries = fitted._summaries.with_newest(params, cache.summaries, newest, position)
         last = fitted._summaries.last(summaries.keys.shape[2])
-        of_query = Side(position[:, None])
-        seen = CAUSAL.sees(of_query, Side(last))[:, None]
-        position_held = positions_by_slot(position, window.keys.shape[2])
+        seen = CAUSAL.sees(Side(position[:, None]), Side(last))[:, None]
         near = Visibility(causal=True, window=fitted.window)
-        window_mask = near.sees(of_query, Side(position_held, exists=position_held >= 0))[:, None]
+        window_mask = seen_in_ring(near, window, position)[:, None]
         key = fitted._selected_positions(call, q, summaries.keys, seen, memory.keys.shape[2])
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
-        index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
-        chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+        chosen = memory.at(jnp.clip(key, 0, memory.keys.shape[2] - 1))
         mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
         branches = [
             attend_to(call, q, *keys_and_values, mask, fitted.impl)

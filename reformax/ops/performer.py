@@ -38,7 +38,7 @@ from reformax.ops.calls.dispatch import (
 )
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order, tokens_first
-from reformax.ops.masking.masks import segment_begins
+from reformax.ops.masking.masks import segment_begins, tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.precision import accum_dtype, product
@@ -229,7 +229,7 @@ class performer(AttentionOp):
     def _apply_from(self, call, params, q, k, v, state: PerformerCache):
         dtype, shape = v.dtype, q.shape[:2]
         order, (q, k, v), ids, lengths = tokens_first((q, k, v), call.segment_ids, shape)
-        real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+        real = tokens_before(lengths, shape[1])[..., None, None]
         queries, keys = self._features((), q, k)
         scale = jnp.where(real, keys.scale, -jnp.inf)  # padding writes and raises nothing
         largest, rise = running_max_from(lax.stop_gradient(scale), state.largest, ids)
@@ -246,7 +246,7 @@ class performer(AttentionOp):
     # Decoding.
 
     def _init_cache(self, call, params, q, k, v, plan) -> PerformerCache:
-        real = (jnp.arange(k.shape[1])[None] < call.lengths[:, None])[..., None, None]
+        real = tokens_before(call.lengths, k.shape[1])[..., None, None]
         (keys,) = self._features(plan, jnp.where(real, k, 0))
         values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
         scale = jnp.where(real, keys.scale, -jnp.inf)

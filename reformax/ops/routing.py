@@ -275,9 +275,8 @@ class routing(AttentionOp):
         if self.shared_qk:
             mask = mask & (seen != newest)
         index = seen.reshape(*seen.shape[:2], -1)
-        seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
         alone = v if self.attend_self_if_alone else None
-        out = attend_to(call, q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
+        out = attend_to(call, q, *memory.at(index), mask.reshape(index.shape), self.impl, alone)
         return out, RoutingCache(memory, queries, keys)
 
 

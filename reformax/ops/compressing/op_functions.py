@@ -13,11 +13,10 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
+    MAX_GROUP,
     KernelObstacles,
     compute_by,
-    kernel_obstacles,
+    group_obstacles,
 )
 from reformax.ops.compressing.attention import Summaries, in_kernels, to_window
 from reformax.ops.compressing.summaries import (
@@ -31,18 +30,15 @@ from reformax.ops.decoding.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    positions_by_slot,
+    seen_in_ring,
 )
-from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.masking.masks import ids_or_ones, tokens_before
+from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.query_chunks import in_blocks, positions
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.online import Softmax
-
-# The most query heads of a key head that a tile of the kernels holds.
-MAX_GROUP = 128
 
 
 class Compressed(LearnedSinks):
@@ -146,9 +142,7 @@ class Compressed(LearnedSinks):
         group = q.shape[2] // k.shape[2]
         above["heads_of_a_key_head"] = group if group > MAX_GROUP else None
         above["divided_by"] = sharding.axis_of(call.shard)
-        return kernel_obstacles(
-            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
-        )
+        return group_obstacles(q, k, v, call.logits, **above)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
@@ -189,7 +183,7 @@ class Compressed(LearnedSinks):
 
     def _init_cache(self, call, params, q, k, v, plan) -> CompressedCache:
         lengths, capacity = jnp.asarray(call.lengths), call.length
-        ids = (positions(k.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        ids = tokens_before(lengths, k.shape[1]).astype(jnp.int32)
         _, keys, values = self._rotated_qkv(q, k, v, positions(k.shape[1]))
         found = jax.tree.map(self._held(capacity), self._summaries(call, params, ids)[:2])
         n_last = min(self.n_series * self.block_size, capacity)
@@ -237,12 +231,9 @@ class Compressed(LearnedSinks):
             )
         )
         far, seen, index = self._choose_newest(call, params, q, k, summaries, cache.index)
-        held = positions_by_slot(position, window.keys.shape[2])
-        rule = Visibility(causal=True, window=self.window)
-        near_mask = rule.sees(Side(at), Side(held, exists=held >= 0))
-        keys, values = (jnp.concatenate(x, axis=2) for x in zip(window, far, strict=True))
-        mask = jnp.concatenate([near_mask, seen], axis=1)[:, None]
-        out = attend_to(call, heads, keys, values, mask, self.impl)
+        near = seen_in_ring(Visibility(causal=True, window=self.window), window, position)
+        mask = jnp.concatenate([near, seen], axis=1)[:, None]
+        out = attend_to(call, heads, *window.and_those(far), mask, self.impl)
         return self._output(out, at), CompressedCache(window, newest, summaries, index)
 
     def _completed(self, position: Int[Array, " B"], n_blocks: int) -> Int[Array, " B"]:

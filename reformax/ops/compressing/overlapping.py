@@ -84,19 +84,17 @@ class SummarySizes(NamedTuple):
         `newest` is a ring of the last positions.
         """
         steps_back = jnp.arange(self.span, dtype=jnp.int32)[None, ::-1]
-        key = position[:, None] - steps_back
-        slot = (key % newest.keys.shape[2])[:, None, :, None]
+        read = newest.at(((position[:, None] - steps_back) % newest.keys.shape[2])[:, None])
         number, remainder = jnp.divmod(position - (self.span - 1), self.stride)
         ends = (remainder == 0) & (number >= 0)
         number = jnp.where(ends, number, summaries.keys.shape[2])  # out of bounds: not written
         row = jnp.arange(position.shape[0])
 
-        def with_one(name: str, x: Array, held: Array) -> Array:
-            read = jnp.moveaxis(jnp.take_along_axis(held, slot, axis=2), 1, 2)[:, None]
-            made = _summary(dict(params).get(name), read)[:, 0]
+        def with_one(name: str, x: Array, read: Array) -> Array:
+            made = _summary(dict(params).get(name), jnp.moveaxis(read, 1, 2)[:, None])[:, 0]
             return x.at[row, :, number].set(made, mode="drop")
 
-        return KeyValues(*map(with_one, "kv", summaries, newest))
+        return KeyValues(*map(with_one, "kv", summaries, read))
 
 
 def init_weights(rng: PRNGKeyArray, span: int, size: int) -> dict[str, Array]:

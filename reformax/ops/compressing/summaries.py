@@ -117,8 +117,7 @@ def newest_summary(
     """The summary of the block that ends at `position`, from a ring of the last series."""
     n = size * params["positions"].shape[1]
     at = position[:, None] - jnp.arange(n, dtype=jnp.int32)[None, ::-1]
-    slot = (at % ring.keys.shape[2])[:, None, :, None]
-    each = (jnp.swapaxes(jnp.take_along_axis(x, slot, axis=2), 1, 2) for x in ring)
+    each = (jnp.swapaxes(x, 1, 2) for x in ring.at((at % ring.keys.shape[2])[:, None]))
     return summarize(params, Series(*each), (at >= 0).astype(jnp.int32), size)[:, -1]
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import Interpret, choose_kernels, kernel_obstacles
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
@@ -27,6 +28,14 @@ class KeyValues(NamedTuple):
 
     keys: Float[Array, "B N S H"]
     values: Float[Array, "B N S V"]
+
+    def at(self, slot: Int[Array, "#B #N K"]) -> KeyValues:
+        """Those in some slots, `[B, N, K, ...]`."""
+        return KeyValues(*(jnp.take_along_axis(x, slot[..., None], axis=2) for x in self))
+
+    def and_those(self, others: KeyValues) -> KeyValues:
+        """These and then others of the same rows and heads."""
+        return KeyValues(*(jnp.concatenate(x, axis=2) for x in zip(self, others, strict=True)))
 
 
 class SharedByBatch(NamedTuple):
@@ -106,6 +115,14 @@ def put(
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
     """The position in each slot if `last` is the newest one; below 0 in empty slots."""
     return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
+
+
+def seen_in_ring(
+    rule: Visibility, ring: KeyValues, position: Int[Array, " B"]
+) -> Bool[Array, "B S"]:
+    """Which slots of a ring with the newest `position` the query there sees."""
+    held = positions_by_slot(position, ring.keys.shape[2])
+    return rule.sees(Side(position[:, None]), Side(held, exists=held >= 0))
 
 
 def attend_to(

@@ -173,8 +173,7 @@ def attend_to_ring(
         new = jnp.broadcast_to(slot >= number * size, position.shape).astype(jnp.int32)
         ids = jnp.ones_like(at), new
         x = tiles.TiledInputs(q, k, v, bias, *ids, None, query_order=at, key_order=position)
-        out, row_max, row_sum = tiles.forward(tiling, x, every)
-        return state.merge(Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum))
+        return state.merge(Softmax.of_results(tiles.forward(tiling, x, every)))
 
     state = Softmax.empty((n_batch, n_heads, length), ring.values.shape[3], dtype)
     state = devices.varying_as((q, ring), state)
@@ -220,7 +219,7 @@ def attend_to_chosen(
     rows = (x.reshape(n_batch, length, n_heads, *x.shape[4:]) for x in found)
     state = Softmax(*(jnp.swapaxes(x, 1, 2) for x in rows))
     state = state if axis is None else _merged_over(axis, state)
-    return jnp.swapaxes(state.output(), 1, 2).astype(ring.values.dtype)
+    return state.results(ring.values.dtype)[0]
 
 
 def _merged_over(axis: str, state: Softmax) -> Softmax:

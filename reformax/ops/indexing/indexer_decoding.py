@@ -19,6 +19,7 @@ from reformax.ops.indexing.candidates.best import best_candidates
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import Indexed, IndexQueries, scores
 from reformax.ops.indexing.streaming import best_keys, best_over
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
@@ -40,7 +41,7 @@ class IndexerDecoding:
     ) -> IndexerCache:
         """The cache after the first `lengths` positions of each row."""
         n_free = capacity - x.keys.shape[1]
-        exists = jnp.arange(x.keys.shape[1])[None] < lengths[:, None]
+        exists = tokens_before(lengths, x.keys.shape[1])
         keys = jnp.where(exists[..., None], x.keys, 0)
         keys = jnp.pad(keys, ((0, 0), (0, n_free), (0, 0)))
         ids = jnp.pad(exists.astype(jnp.int32), ((0, 0), (0, n_free)))

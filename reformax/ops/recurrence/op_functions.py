@@ -17,6 +17,7 @@ from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.calls.heads import repeat_to_values
 from reformax.ops.calls.options import Options, options
 from reformax.ops.masking.contiguous import restore_order, tokens_first
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -152,7 +153,7 @@ class Recurrence(Options):
         x = self._read_units(params, convolved, gates)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         if ids is not None:  # padding writes nothing, and nothing is forgotten at it
-            real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+            real = tokens_before(lengths, shape[1])[..., None, None]
             x = jax.tree.map(lambda a: jnp.where(real, a, 0), x)
         options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
         out, after = recurrence_from(x, state.state, **options)

@@ -46,6 +46,7 @@ from reformax.ops.masking.contiguous import (
     reorder,
     restore_order,
 )
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.recurrence import chunks
@@ -292,7 +293,7 @@ _recurrence.define(_forward, _backward, _tangent)
 
 def state_after(inputs: RecurrenceInputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
     """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
-    real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
+    real = tokens_before(lengths, inputs.q.shape[1])[..., None, None]
     inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
     x = chunks.chunked(inputs, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]))
     return chunks.final_state(x, *chunks.states_and_values(x))

@@ -28,6 +28,7 @@ from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import TokensFirst, segment_numbers
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, Visibility, is_token
+from reformax.ops.numerics.query_chunks import with_neighbours
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
 from reformax.ops.softmax.orders import Chunking, ChunkSizes, Order
@@ -207,11 +208,7 @@ def _attend(call: Call, band: Visibility, q, k, v, global_positions, heads) -> A
         x = jnp.pad(x, pad).reshape(x.shape[0], n_steps, step, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], -1, size, *x.shape[3:])
 
-    def windows(x):  # [B, C, L, ...] -> [B, C, M, ...]
-        n_blocks = x.shape[1]
-        x = jnp.pad(x, [(0, 0), (1, after)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
-
+    windows = functools.partial(with_neighbours, n_before=1, n_after=after)
     query = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
     queries, of_query = blocks(q), blocks(ids)
     key, of_key = windows(query), windows(of_query)

@@ -12,32 +12,19 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
-from reformax.ops.softmax.block_lists import BlockInputs, FullLayout, Layout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.dropout import dropped_self_values
 
 
 def kernels() -> ModuleType:
-    """The kernels of a layout's attention: `forward`, `backward`, and `attend` with both."""
+    """The kernels of a layout's attention: `forward`, `backward`, and `attend` with both.
+
+    `attend(layout, interpret, x, sinks=None)` is attention and each row's sum of weights, which has
+    no gradient. With `sinks`, gradients of padding's outputs must be zeros.
+    """
     from reformax.ops.kernels.triton import block_sparse
 
     return block_sparse
-
-
-def attend(
-    layout: Layout | FullLayout,
-    interpret: bool,
-    x: BlockInputs,
-    sinks: Float[Array, " N"] | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Attention by `kernels`, and each row's sum of weights, which has no gradient.
-
-    Args:
-      layout: which queries see which keys.
-      interpret: from `dispatch.choose_kernels`.
-      x: the arrays.
-      sinks: of `softmax.learned_sinks`. Gradients of padding's outputs must then be zeros.
-    """
-    return kernels().attend(layout, interpret, x, sinks=sinks)
 
 
 def attend_to_all(
@@ -57,7 +44,7 @@ def attend_to_all(
     layout = FullLayout(q.shape[1], k.shape[1], call.causal, call.dropout, call.logits)
     ids = segment_pair(call.segment_ids)
     x = BlockInputs(q, *repeat_heads(q, k, v), *ids, call.seed)
-    out = attend(layout, interpret, x, call.sinks)[0]
+    out = kernels().attend(layout, interpret, x, sinks=call.sinks)[0]
     # Its gradient at padding, which may be anything, is not part of that of the sinks.
     return out if call.sinks is None or ids[0] is None else tokens_only(out, ids[0])
 
@@ -78,7 +65,7 @@ def attend_to_others(
     layout = FullLayout(*sizes, call.causal, call.dropout, call.logits, exclude_self=True)
     ids = call.segment_ids
     x = BlockInputs(q, k, v, *segment_pair(ids), call.seed)
-    out, row_sum = attend(layout, interpret, x)
+    out, row_sum = kernels().attend(layout, interpret, x)
     if not attend_self_if_alone:
         return out
     alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import MAX_HEAD_SIZE, NARROW_HEAD
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.padding import tokens_only
 
 # Lengths are padded to a multiple of this.
@@ -101,7 +102,7 @@ def cudnn_attention(
     out = out.reshape(-1, out.shape[1] * pieces, *out.shape[2:])[:, :n_queries]
     if lengths is None:
         return out
-    return tokens_only(out, jnp.arange(n_queries)[None] < lengths[:, None])
+    return tokens_only(out, tokens_before(lengths, n_queries))
 
 
 def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:

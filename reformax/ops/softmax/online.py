@@ -54,6 +54,15 @@ class Softmax(NamedTuple):
         """The softmax whose `output` is `out`."""
         return cls(out.astype(row_sum.dtype) * row_sum[..., None], row_max, row_sum)
 
+    @classmethod
+    def of_results(cls, results: tuple[Array, Array, Array]) -> Softmax:
+        """That of rows `[B, N, T]` whose output is `[B, T, N, V]`; the inverse of `results`."""
+        return cls.of_output(jnp.swapaxes(results[0], 1, 2), *results[1:])
+
+    def results(self, dtype: Any) -> tuple[Array, Array, Array]:
+        """The output `[B, T, N, V]` in a dtype, and the maximum and sum of rows `[B, N, T]`."""
+        return jnp.swapaxes(self.output(), 1, 2).astype(dtype), *self[1:]
+
     def output(self) -> Float[Array, "*rows V"]:
         """The attended values; zeros for a row that has seen no key."""
         return self.acc / nonzero(self.row_sum)[..., None]

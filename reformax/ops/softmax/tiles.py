@@ -26,6 +26,7 @@ from reformax.devices import varying_as
 from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics import row_blocks
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import accum_dtype
@@ -37,6 +38,7 @@ from reformax.ops.numerics.row_blocks import (
     bias_tile,
     block_at,
     ids_of,
+    largest_divisor,
     over_groups,
     put_row_statistics,
     put_rows,
@@ -47,9 +49,8 @@ from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, lowest, nonzero, without_nan
 
-# Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
-# several kernels write and read them, and more logits at a time amortize the launches.
-LOGITS_IN_CACHE = 2**19
+# Logits of a tile, of all heads that a GPU computes together: several kernels write and read them,
+# and more logits at a time amortize the launches.
 LOGITS_AT_A_TIME = 2**25
 
 
@@ -154,16 +155,12 @@ def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -
 
     Heads are divided first.
     """
-    fit = LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
+    fit = row_blocks.LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
     if tiling.n_folded:
         return 1, n_heads
     fit //= tiling.query_size * tiling.key_size
-    heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
-    return n_batch if heads > 1 else _largest_divisor(n_batch, fit), heads
-
-
-def _largest_divisor(n: int, at_most: int) -> int:
-    return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)
+    heads = 1 if per_head else largest_divisor(n_heads, fit // n_batch)
+    return n_batch if heads > 1 else largest_divisor(n_batch, fit), heads
 
 
 # The arithmetic of a tile.

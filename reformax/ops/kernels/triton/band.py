@@ -115,13 +115,11 @@ def _attend_forward(
 
 def _merged(results, far: _GlobalKeys, dtype) -> tuple[Array, Array, Array]:
     """The output, the maximum and the sum of rows that see the band of `results` and far keys."""
-    in_band, row_max, row_sum = results
     far_max = jnp.max(far.logits, axis=-1, initial=lowest(jnp.float32))
     weights = jnp.exp(far.logits - far_max[..., None])
     acc = product("bntg,bgnv->bntv", weights * far.dropped, far.values, dtype)
-    of_band = Softmax.of_output(jnp.swapaxes(in_band, 1, 2), row_max, row_sum)
-    whole = of_band.merge(Softmax(acc, far_max, weights.sum(axis=-1)))
-    return jnp.swapaxes(whole.output(), 1, 2).astype(dtype), *whole[1:]
+    of_far = Softmax(acc, far_max, weights.sum(axis=-1))
+    return Softmax.of_results(results).merge(of_far).results(dtype)
 
 
 def _attend_backward(band, chunks, interpret, residuals, d_out):

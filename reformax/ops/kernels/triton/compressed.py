@@ -122,20 +122,14 @@ def _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed):
         kernels, *arguments = _call(size, q, x, ids, seed)
         of_parts.append(kernels.forward(*arguments, interpret=interpret))
     of_near, of_far = of_parts
-    results = with_sinks(_merged(of_near, of_far), sinks)
+    whole = Softmax.of_results(of_near).merge(Softmax.of_results(of_far))
+    results = with_sinks(whole.results(of_near[0].dtype), sinks)
     total = None
     if learner is not None:  # the sum of all heads' weights of what is chosen
         _, far_max, far_sum = of_far
         _, row_max, row_sum = results
         total = jnp.sum(far_sum * jnp.exp(far_max - row_max) / nonzero(row_sum), axis=1)
     return results, ((q, near, far, sinks, learner, ids, seed), results, total)
-
-
-def _merged(near: Results, far: Results) -> Results:
-    """The results of both parts together."""
-    both = (Softmax.of_output(jnp.swapaxes(out, 1, 2), *sums) for out, *sums in (near, far))
-    whole = functools.reduce(Softmax.merge, both)
-    return jnp.swapaxes(whole.output(), 1, 2).astype(near[0].dtype), *whole[1:]
 
 
 def _backward(sizes, interpret, residuals, cotangents):

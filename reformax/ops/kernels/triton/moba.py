@@ -245,9 +245,7 @@ def forward(sizes: MobaSizes, x: MobaInputs, interpret: bool) -> Results:
     (parts,) = _launch(_forward_kernel, sizes, interpret, (read,), (shapes,), n_tiles)
     # The softmax of each query over its blocks. Slots that no program wrote are undefined.
     parts = Softmax(*(y.reshape(*exists.shape, *y.shape[3:]) for y in parts))
-    whole = parts.merged(axis=3, where=exists)
-    out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
-    return out, *whole[1:]
+    return parts.merged(axis=3, where=exists).results(v.dtype)
 
 
 def backward(
