@@ -6,6 +6,18 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
     R hashes   C chunks   L chunk length   M keys in a chunk's window
     G heads of keys and values, a divisor of N (`calls/heads.py`); where it is not named, it is N
 
+Names of arguments and fields, where a docstring does not say more:
+
+    q, k, v                  queries, keys and values
+    call, params             the `Call` of the op, and the op's own weights
+    ids, segment_ids         segment ids as below; None: each row is one segment
+    causal, dropout, logits  as in `Call`
+    mask                     which keys a query sees
+    seed                     `softmax.dropout.seed_words`; None without dropout
+    interpret                whether kernels run in Pallas's interpreter, on any device, slowly. Where
+                             it may be None (`calls.dispatch.Interpret`), array operations compute
+    x, sizes, d_out          a function's arrays, its static settings, the gradient of its output
+
 Segment ids are integers, one for each token. A token sees the tokens of its own id. Id 0 is
 padding, which sees nothing and is not seen. Queries and keys of one sequence have one array of ids,
 `[B, T]`; those of two sequences have a pair, `[B, T]` and `[B, S]`.

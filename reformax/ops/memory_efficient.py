@@ -107,11 +107,9 @@ def attend(
     """The attention, each pass by its implementation.
 
     Args:
-      call: of the op.
       passes: `choose_kernels` of the forward pass and of the gradient.
       tiling: the chunks of queries; if causal, also those of keys around the diagonal.
       key_chunk_size: keys in the other chunks.
-      q, k, v: queries, keys and values.
     """
     summary = tiles.tile_softmax
     if passes[0] is not None:

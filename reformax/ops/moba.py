@@ -246,7 +246,6 @@ def _tile(call: Call, queries, keys, q, k, v) -> Softmax:
     """The softmax of a tile's queries over its block.
 
     Args:
-      call: of the op.
       queries: the queries' positions, -1 for none, and their segments.
       keys: the block's index, and the segments of its keys.
       q, k, v: `[B, N, L, ...]`.

@@ -234,7 +234,6 @@ class routing(AttentionOp):
         """The softmax of a cluster's queries over its keys.
 
         Args:
-          call: of the op.
           query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
           q, k, v: `[B, N, W, ...]`.
         """

@@ -149,8 +149,6 @@ def in_kernels(
 
     Args:
       call: of the op, with its sinks.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v: queries, keys and values.
       summaries: of the blocks.
       sizes: the window, and the positions of a block.
       chosen: the numbers of the summaries that each query sees, -1 for none; None: it sees all of

@@ -140,9 +140,7 @@ def attend_to(
 
     Args:
       call: of the op, which says how logits are made.
-      q: the queries.
       keys, values: the cache's.
-      mask: which keys a query sees.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
         later and heads of 256 or less. "auto" takes the kernel on such a GPU for a single row of up
         to `MAX_KERNEL_KEYS` keys. XLA is faster with eight rows.
@@ -199,8 +197,6 @@ def add_and_attend(
     """`add_to_ring`, then `attend_to`: the output and the ring. A kernel does both at once.
 
     Args:
-      call: of the op.
-      q: the queries.
       ring: the keys and values of earlier positions.
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.

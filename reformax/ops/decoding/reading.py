@@ -137,7 +137,6 @@ def attend_to_ring(
 
     Args:
       call: of the op, with the first `position` of each row and the `lengths` of rows.
-      q: the queries.
       ring: keys and values, the queries' own too.
       exclude_self: whether a key is hidden from the query of its own position too.
       alone: the outputs of queries that see no key; None is zeros.

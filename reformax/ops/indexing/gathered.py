@@ -37,7 +37,6 @@ class KeysOfQueries(NamedTuple):
 
     Attributes:
       logits: of the attention.
-      mask: which keys a query sees.
       axes: the equation of the product of weights and values, `[B, G, M, Q, V]` or `[B, Q, G, V]`.
       values: of the keys.
       key: their numbers.

@@ -136,10 +136,8 @@ class Indexer(IndexerDecoding, Options):
           x: the vectors, of one sequence; its queries may be a shard of it.
           segment_ids: of the keys.
           top_k: the most that a query sees.
-          causal: whether later positions are hidden.
           length: that settings depend on.
           rng: the source of hashes.
-          interpret: from `dispatch.choose_kernels`.
           shard: which queries there are.
 
         Raises:

@@ -126,8 +126,6 @@ def attend_and_far(
     Args:
       call: of the op; a position sees its own segment.
       band: which neighbours a query sees, without dilation.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v: queries, keys and values.
       far: the other keys, which all queries see.
     """
     from reformax.ops.kernels.triton import band as kernel

@@ -38,8 +38,6 @@ def attend_to_all(
 
     Args:
       call: of the op, without a bias.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v: queries, keys and values.
     """
     layout = FullLayout(q.shape[1], k.shape[1], call.causal, call.dropout, call.logits)
     ids = segment_pair(call.segment_ids)

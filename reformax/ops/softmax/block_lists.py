@@ -68,9 +68,6 @@ class Layout:
       block_k: keys in a block.
       n_queries: the number of queries, T.
       n_keys: the number of keys, S.
-      causal: whether keys after the query are hidden.
-      dropout: the rate at which attention weights are dropped.
-      logits: how products of queries and keys become logits.
     """
 
     mask: Bool[np.ndarray, "G n_blocks_q n_blocks_k"]
@@ -286,9 +283,7 @@ class BlockInputs(NamedTuple):
     """The arrays that kernels read; None for those that a call lacks.
 
     Attributes:
-      q, k, v: queries, keys, values.
       query_segment_ids, key_segment_ids: ids of both; for a `SortedLayout` their groups.
-      seed: `seed_words` of dropout.
       query_order, key_order: for a `SortedLayout` the position of each slot.
       chosen: a bit for each key, set where a query chose it (`common.bits_of`).
     """

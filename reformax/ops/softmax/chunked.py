@@ -70,15 +70,11 @@ def chunked_attention(
     The function does not read the arrays at padding.
 
     Args:
-      q: queries.
       k: keys; None where `chunks.shared_qk`.
-      v: values.
       chunks: which keys are visible.
       order: the hashes' orders of the padded sequence; None keeps the order of the sequence.
       segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
-      seed: `seed_words` of dropout; None without it.
-      interpret: from `dispatch.choose_kernels`.
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
       n_tokens: the number of tokens of each row, where rows are one segment and all orders have

@@ -70,8 +70,6 @@ def cudnn_attention(
     which may be NaN. This function masks them.
 
     Args:
-      q, k, v: queries, keys and values.
-      causal: whether a position sees only itself and earlier positions.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       window: if set, a causal position sees only the last `window` positions.
       lengths: the number of tokens of each row before its padding, of queries and keys alike; None:

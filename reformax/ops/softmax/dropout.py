@@ -91,7 +91,6 @@ def dropped_factors(
     """`dropout_mask` of a call's weights, whose first axes are `rows`; None without dropout.
 
     Args:
-      call: of the op.
       rows: the numbers of examples and of heads, which may be several axes.
       query, key: positions, with as many axes as the weights.
       heads: the index of each head; None: 0, 1 and so on.

@@ -36,8 +36,6 @@ def gathered_softmax(
 
     Args:
       call: of the op, which says what is dropped.
-      q, k, v: queries, keys, values.
-      mask: which keys a query sees.
       positions: the positions of queries and of keys, by which dropout is drawn.
     """
     dropped = dropped_factors(call, q.shape[:2], *positions)

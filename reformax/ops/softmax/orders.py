@@ -63,8 +63,6 @@ class Chunking(NamedTuple):
       window: if set, keys `window` or more positions away are hidden.
       count_once: whether a key that is visible in several hashes counts once (the paper's N_ij) or
         each time.
-      dropout: the rate at which attention weights are dropped.
-      logits: how products of queries and keys become logits.
       two_orders: whether keys have another order than queries, so that a query's chunk may lack the
         key of its position.
       n_keys: the number of keys where they are another sequence than the queries; None: they are
@@ -183,7 +181,6 @@ class UnsortedInputs(NamedTuple):
       q, k, v: queries, keys, values; keys are None where queries are keys too.
       order: as in `softmax.chunked.chunked_attention`.
       segment_ids: likewise, padded to whole chunks with 0, or `TokensFirst` of them.
-      seed: `seed_words` of dropout; None without it.
     """
 
     q: Float[Array, "B T N H"]

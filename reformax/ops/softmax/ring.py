@@ -79,7 +79,6 @@ def attend(
       q, k, v: the shard's arrays. Keys and values may have fewer heads.
       segment_ids: the shard's ids of queries and keys; twice None: one segment.
       axis: the mesh axis of the devices.
-      seed: `seed_words` of dropout; None without it.
     """
     sides = (q,), (k, v)
     if causal and q.shape[1] % 2 and segment_ids[0] is None:

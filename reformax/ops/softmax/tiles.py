@@ -62,7 +62,6 @@ class Tiling(NamedTuple):
       key_size: keys of a block.
       causal: whether a key is hidden from the queries before it.
       logits: how products of queries and keys become logits; with a scale.
-      dropout: the rate at which attention weights are dropped.
       exclude_self: whether a key is hidden from the query of its own position too.
       n_folded: the number of heads where they are folded into the axis of examples, because each
         has another order. Each example then has its own visits. 0: heads are not folded.
@@ -319,7 +318,6 @@ def backward(
       tiling, x: as in `forward`.
       visits: the blocks of queries for each block of keys.
       results: of the forward pass.
-      d_out: the gradient of `out`.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]

@@ -46,7 +46,6 @@ def launch(
       out_shape: shapes of the outputs.
       scratch: types of memory that the warpgroup has, such as `tiles` and barriers.
       grid: sizes by the names of axes, the fastest first.
-      interpret: whether to run on any device, slowly.
       name: the name in profiles.
     """
     # JAX 0.10 has "lane" as its default, 0.12 "warpgroup", which infers the layouts of registers.

@@ -117,7 +117,6 @@ def hash_vectors(
       vectors: the vectors to hash.
       rotations: the directions of each head and hash, half as many as each factor, concatenated.
       factors: even bucket counts.
-      interpret: whether to run the kernel on any device, slowly.
     """
     batch, length, n_heads, size = vectors.shape
     n_hashes = rotations.shape[2]

@@ -60,12 +60,9 @@ def attend(
     Args:
       band: which neighbours a query sees.
       chunks: `Chunking` with the band as their window.
-      interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys and values, finite at padding.
       global_positions: positions of the keys that all queries see; `NOWHERE` for none.
       band_order: an order in which the band is contiguous.
-      segment_ids: ids of positions; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
     """
     return _attend_forward(
         band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed

@@ -86,7 +86,6 @@ def choose(
 
     Args:
       n_best: K.
-      interpret: whether to run the kernels on any device, slowly.
       queries, keys: from `parts_of`; keys have one head.
       weights: the indexer's, float32.
       candidates: positions of keys; -1 is none.

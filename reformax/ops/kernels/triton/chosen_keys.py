@@ -65,7 +65,6 @@ def makes_bits(n_listed: int, n_keys: int, q: Array, k: Array, by_list: bool, le
     Args:
       n_listed: K.
       n_keys: the number of keys, or of their summaries.
-      q, k: queries and keys.
       by_list: whether the attention reads lists, of keys or of blocks.
       learns: whether an indexer learns.
     """
@@ -93,14 +92,10 @@ def attend(
     `numerics.auxiliary_loss.with_loss`.
 
     Args:
-      sizes: the static settings.
       by_list: whether programs read lists; False: they visit all tiles.
-      interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys, values, zeros at padding.
       learner: None: no indexer learns.
       chosen: the keys that each query sees, -1 for none.
-      ids, key_ids: the segments of queries and of keys; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
     """
     return _forward(sizes, by_list, interpret, q, k, v, learner, chosen, ids, key_ids, seed)[0]
 

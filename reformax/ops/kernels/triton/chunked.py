@@ -225,9 +225,7 @@ def forward(
 
     Args:
       chunks: as in `ops.softmax.chunked.chunked_attention`.
-      x: the arrays.
       tiles: the kernel's tiles; None: the fastest on an H200.
-      interpret: whether to run the kernel on any device, slowly.
     """
     inputs, q, v = chunk_inputs(chunks, x), x.q, x.v
     shapes, state = softmax_shapes(q, v), None
@@ -249,7 +247,6 @@ def backward(
 
     Args:
       chunks, x, tiles, interpret: as in `forward`, whose `results` follow.
-      d_out: the gradient of the attended values.
     """
     inputs, ids = chunk_inputs(chunks, x), x.segment_ids
     ids = ids.segment_ids if isinstance(ids, TokensFirst) else segment_pair(ids)[0]

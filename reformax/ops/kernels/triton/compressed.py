@@ -33,7 +33,6 @@ class Part(NamedTuple):
 
     Attributes:
       k, v: the vectors.
-      ids: their segments; None: one segment.
       chosen: the keys that each query sees, by number, or with `NsaSizes.block` the blocks of keys;
         -1 is none. None: the query sees all up to itself.
     """
@@ -90,14 +89,11 @@ def attend(
 
     Args:
       sizes: the static settings of both parts.
-      interpret: whether to run the kernels on any device, slowly.
       q: queries, zeros at padding.
       near, far: keys that each query sees in any case, and those that it may choose.
       sinks: of `softmax.learned_sinks`; None: there are none. Gradients of padding's outputs must
         then be zeros.
       learner: of the choice of `far`; None: no indexer learns.
-      ids: the segments of queries; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
     """
     return _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed)[0]
 

@@ -43,7 +43,6 @@ class KeyRule(NamedTuple):
     """The static settings of the indexer's gradient.
 
     Attributes:
-      causal: whether later keys are hidden.
       logits: how the attention's products become logits.
       span: positions of a key, which is seen from the last one on.
     """

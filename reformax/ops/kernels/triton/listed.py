@@ -102,9 +102,6 @@ class ListedSizes(NamedTuple):
 
     Attributes:
       group: M.
-      dropout: the rate of dropout.
-      logits: how products of queries and keys become logits.
-      causal: whether later keys are hidden.
       span: positions that a key summarizes; it is seen from the last one on.
       address: a and b: dropout is drawn for key s by the address a s + b.
     """
@@ -367,7 +364,6 @@ def added(
       found: contributions to each, of `n_programs` programs of a key head.
       listed: the lists of the chunk's queries.
       n_programs: P.
-      interpret: whether to run the kernel on any device, slowly.
     """
     (n_batch, n_keys, n_kv, _), n = sums[0].shape, len(sums)
     found = tuple(x.reshape(*x.shape[:2], -1, x.shape[4]) for x in found)

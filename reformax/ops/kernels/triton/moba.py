@@ -65,8 +65,6 @@ class MobaInputs(NamedTuple):
 
     Attributes:
       q, k, v: queries, keys, values, zeros at padding.
-      ids: the tokens' segments; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
       block: the block of each tile.
       pair: the tile's queries: q K + n for query q whose n-th block it is; -1 for none.
       bounds: the first tile of each block, and the end.

@@ -136,9 +136,6 @@ def choose_blocks(
     Products are exact to float32, also those of float32 means with bfloat16 queries.
 
     Args:
-      sizes: the static settings.
-      interpret: whether to run the kernel on any device, slowly.
-      q: queries.
       means: means of the blocks' keys, in the dtype of q or in float32.
       ids, block_ids: segments of queries and of blocks; None: one segment.
     """

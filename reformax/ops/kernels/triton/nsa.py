@@ -66,9 +66,7 @@ class NsaSizes(NamedTuple):
       block: L, positions of a selected block; 0 for summaries.
       n_selected: K, the blocks that a query selects; 0 for summaries.
       stride, span: d and P of summaries; 1 and 1 for positions.
-      dropout: the rate of dropout.
       rows: rows of a tile.
-      logits: how products of queries and keys become logits.
       window: keys `window` or more positions before a query are hidden; None: none is.
       address: a and b, where dropout is drawn for key s by the address a s + b; None: by the last
         position that the key summarizes.

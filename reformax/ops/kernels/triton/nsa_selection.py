@@ -61,7 +61,6 @@ class SelectionSizes(NamedTuple):
       block: L, positions of a block.
       stride, span: d and P, positions between the starts of summaries, and of a summary.
       group: M, query heads of a key head.
-      logits: how products of queries and keys become logits.
     """
 
     n_best: int
@@ -297,9 +296,6 @@ def select(
     Products are exact to float32.
 
     Args:
-      sizes: the static settings.
-      interpret: whether to run the kernels on any device, slowly.
-      q: queries.
       keys: the summaries.
       ids, key_ids: segments of queries and of summaries; None: one segment.
       first: the first block that a query may select; None: block 0.

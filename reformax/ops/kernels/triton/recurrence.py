@@ -366,7 +366,6 @@ def forward(
       initial: the state that the first segment begins with; None: zeros. The chunks are one group
         with it, so that states come in and go out once.
       keep: whether `backward` follows, which reads the second result.
-      interpret: whether to run the kernels on any device, slowly.
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups if initial is None else 1, order)

@@ -301,7 +301,6 @@ def top_k(
 
     Args:
       n_best: K.
-      interpret: whether to run the kernel on any device, slowly.
       scores: F is a multiple of `ALIGNED`. From a row's end on they are `HIDDEN` up to the next
         multiple, and are not read from there on.
       rule: where rows end.
