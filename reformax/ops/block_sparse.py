@@ -26,7 +26,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
-from reformax.ops.masking.masks import ids_or_ones, segment_pair
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.sharding.shard import all_heads
@@ -211,8 +211,7 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
         return attend_to_tokens(in_tiles, q, k, v, call.segment_ids)
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-        ids = segment_pair(call.segment_ids)
-        x = BlockInputs(q, k, v, *ids, call.seed)
+        x = BlockInputs.of(call, q, k, v)
         return block_kernels.kernels().attend(layout, interpret, x)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
@@ -244,14 +243,8 @@ def _check_mask(mask: Any) -> Mask:
 
 def _in_tiles(call: Call, layout: Layout, q, k, v) -> Float[Array, "B T N V"]:
     """The op in array operations: the tiles are the blocks."""
-    tiling = tiles.Tiling(
-        query_size=min(layout.block_q, layout.n_queries),
-        key_size=min(layout.block_k, layout.n_keys),
-        causal=call.causal,
-        logits=call.logits.for_size(q.shape[-1]),
-        dropout=call.dropout,
-    )
     sizes = layout.block_q, layout.block_k
+    tiling = tiles.tiling_of(call, q, k, *sizes)
     plan = tiles.TilePlan(
         *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -119,19 +118,19 @@ class hash_sparse(AttentionOp):
         k = length_normalize(q) if self.shared_qk else k
         queries, keys = plan.queries, plan.key_order
         sides = (q, queries), (k, keys), (v, keys)
-        x = [_in_order(x, order) for x, order in sides]
         flat = queries.folded(), keys.folded()
-        exclude_self = self.shared_qk
+        groups, orders = ([getattr(y, z) for y in flat] for z in ("group", "position"))
+        x = BlockInputs(*(_in_order(*side) for side in sides), *groups, seed, *orders)
+        options = dict(exclude_self=self.shared_qk, n_folded=n_heads)
 
         def in_arrays() -> Float[Array, "X T 1 V"]:
-            return _in_arrays(call, *x, *flat, exclude_self, n_heads)
+            tiling = tiles.tiling_of(call, x.q, x.k, TILE, TILE, **options)
+            visits = sorted_groups.visits(tiling[:2], causal, *flat)
+            return tiles.attend(tiles.forward, tiling, x, visits)
 
         def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
-            options = dict(exclude_self=exclude_self, n_folded=n_heads)
             layout = SortedLayout(length, length, causal, dropout, call.logits, **options)
-            groups, orders = ([getattr(y, z) for y in flat] for z in ("group", "position"))
-            inputs = BlockInputs(*x, *groups, seed, *orders)
-            return block_kernels.kernels().attend(layout, interpret, inputs)[0]
+            return block_kernels.kernels().attend(layout, interpret, x)[0]
 
         obstacles = kernel_obstacles(q, k, v, call.logits)
         out = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
@@ -170,33 +169,6 @@ class hash_sparse(AttentionOp):
         alone = v if self.attend_self_if_alone else None
         out = attend_to(call, q, *memory, mask, self.impl, alone)
         return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))
-
-
-def _in_arrays(
-    call: Call,
-    q,
-    k,
-    v,
-    queries: SortedSequence,
-    keys: SortedSequence,
-    exclude_self: bool,
-    n_heads: int,
-) -> Float[Array, "X T 1 V"]:
-    """The op in array operations, tile by tile."""
-    size = min(TILE, q.shape[1])
-    tiling = tiles.Tiling(
-        query_size=size,
-        key_size=size,
-        causal=call.causal,
-        logits=call.logits.for_size(q.shape[-1]),
-        dropout=call.dropout,
-        exclude_self=exclude_self,
-        n_folded=n_heads,
-    )
-    groups, orders = (queries.group, keys.group), (queries.position, keys.position)
-    x = tiles.TiledInputs(q, k, v, None, *groups, call.seed, *orders)
-    visits = sorted_groups.visits((size, size), call.causal, queries, keys)
-    return tiles.attend(tiles.forward, tiling, x, visits)
 
 
 def _in_order(x: Float[Array, "B T N H"], order: SortedSequence) -> Float[Array, "X T 1 H"]:

@@ -72,18 +72,13 @@ class memory_efficient(RingDecoding, AttentionOp):
     _impls = KERNELS
 
     def _apply(self, call, params, q, k, v, plan):
-        causal, bias = call.causal, call.bias
+        bias = call.bias
         k, v = repeat_heads(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]
         query_size = chunk_size(self.query_chunk_size, n_queries)
         key_size = chunk_size(self.key_chunk_size, n_keys)
-        tiling = tiles.Tiling(
-            query_size=query_size,
-            key_size=min(query_size, key_size) if causal else key_size,
-            causal=causal,
-            logits=call.logits.for_size(q.shape[-1]),
-            dropout=call.dropout,
-        )
+        small = min(query_size, key_size) if call.causal else key_size
+        tiling = tiles.tiling_of(call, q, k, query_size, small)
         obstacles = functools.partial(
             kernel_obstacles, q, k, v, call.logits, bias=None if bias is None else bias.shape
         )
@@ -119,33 +114,29 @@ def attend(
     x = tiles.inputs(call, q, k, v)
     if passes[1] is None:
         return tiles.attend(forward_pass, tiling, x, every)
-    return _with_kernel_gradient(forward_pass, tiling, passes[1], x, every, call.seed)
+    return _with_kernel_gradient(forward_pass, tiling, passes[1], x, every)
 
 
 @functools.partial(CustomDerivatives, n_static=3)
-def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed):
+def _with_kernel_gradient(forward_pass, tiling, interpret, x, every):
     return forward_pass(tiling, x, every.by_query).out
 
 
-def _attend_forward(forward_pass, tiling, interpret, x, every, seed):
-    out = _with_kernel_gradient.function(
-        forward_pass, tiling, interpret, first_order(x), every, seed
-    )
-    return out, (x, seed)
+def _attend_forward(forward_pass, tiling, interpret, x, every):
+    return _with_kernel_gradient.function(forward_pass, tiling, interpret, first_order(x), every), x
 
 
-def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
+def _attend_backward(forward_pass, tiling, interpret, x, d_out):
     """The gradient of flash attention's kernels, which compute the rows' statistics again.
 
     Those of the summaries are of logits that another program has rounded.
     """
-    (x, seed), d_out = first_order((residuals, d_out))
+    x, d_out = first_order((x, d_out))
     layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout, tiling.logits)
-    inputs = BlockInputs(*x[:3], x.query_segment_ids, x.key_segment_ids, seed)
     kernel = block_kernels.kernels()
-    results = kernel.forward(layout, inputs, interpret=interpret)
-    gradients = kernel.backward(layout, inputs, results, d_out, interpret=interpret)
-    return tiles.TiledInputs(*gradients, None, None, None, None), None, None
+    results = kernel.forward(layout, x, interpret=interpret)
+    gradients = kernel.backward(layout, x, results, d_out, interpret=interpret)
+    return BlockInputs(*gradients, None, None, None), None
 
 
 def _attend_tangent(forward_pass, tiling, interpret, residuals, tangents):
@@ -172,7 +163,7 @@ def _uneven(
 
 
 def kernel_summary(
-    interpret: bool, tiling: tiles.Tiling, x: tiles.TiledInputs, group, queries, keys, q
+    interpret: bool, tiling: tiles.Tiling, x: BlockInputs, group, queries, keys, q
 ) -> Softmax:
     """`tiles.tile_softmax` by the kernel of block-sparse attention, to which the tile is all.
 
@@ -191,7 +182,7 @@ def forward(
     key_chunk_size: int,
     summary: Callable[..., Softmax],
     tiling: tiles.Tiling,
-    x: tiles.TiledInputs,
+    x: BlockInputs,
     visits: tiles.Visits,
 ) -> tiles.TiledResults:
     """`tiles.forward` by summaries of chunks of keys.

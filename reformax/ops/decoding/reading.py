@@ -27,6 +27,7 @@ from reformax.ops.decoding.cache import KeyValues, where_rows
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
 from reformax.ops.softmax import tiles
+from reformax.ops.softmax.block_lists import BlockInputs
 from reformax.ops.softmax.masked import softmax_over
 from reformax.ops.softmax.online import Softmax
 
@@ -171,7 +172,7 @@ def attend_to_ring(
         bias = None if call.bias is None else call.bias(at, position)
         new = jnp.broadcast_to(slot >= number * size, position.shape).astype(jnp.int32)
         ids = jnp.ones_like(at), new
-        x = tiles.TiledInputs(q, k, v, bias, *ids, None, query_order=at, key_order=position)
+        x = BlockInputs(q, k, v, *ids, None, at, position, bias=bias)
         return state.merge(Softmax.of_results(tiles.forward(tiling, x, every)))
 
     state = Softmax.empty((n_batch, n_heads, length), ring.values.shape[3], dtype)

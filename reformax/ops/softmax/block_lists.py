@@ -24,8 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import Softmax
 
 # The least side of a kernel's tile.
@@ -280,7 +283,7 @@ def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any
 
 
 class BlockInputs(NamedTuple):
-    """The arrays that kernels read; None for those that a call lacks.
+    """The arrays of a call; None for those that it lacks. Kernels have no `bias` and `sinks`.
 
     Attributes:
       query_segment_ids, key_segment_ids: ids of both; for a `SortedLayout` their groups.
@@ -297,3 +300,15 @@ class BlockInputs(NamedTuple):
     query_order: Int[Array, "B T"] | None = None
     key_order: Int[Array, "B S"] | None = None
     chosen: Int[Array, "B T words"] | None = None
+    bias: Float[Array, "#B #N #T #S"] | None = None
+    sinks: Float[Array, " N"] | None = None  # of `softmax.learned_sinks`
+
+    @classmethod
+    def of(cls, call: Call, q: Array, k: Array, v: Array) -> BlockInputs:
+        """Those of an op's call, without bias and sinks."""
+        return cls(q, k, v, *segment_pair(call.segment_ids), call.seed)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of logits, softmax and sums."""
+        return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)

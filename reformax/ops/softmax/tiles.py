@@ -24,12 +24,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.call import Call
-from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics import row_blocks
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
     Group,
     RowBlock,
@@ -45,6 +43,7 @@ from reformax.ops.numerics.row_blocks import (
     row_statistics,
     rows,
 )
+from reformax.ops.softmax.block_lists import BlockInputs
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, lowest, nonzero, without_nan
@@ -81,24 +80,12 @@ class Tiling(NamedTuple):
         return Visibility(causal=self.causal, exclude_self=self.exclude_self)
 
 
-class TiledInputs(NamedTuple):
-    """The arrays of a call; None for those it does not have."""
-
-    q: Float[Array, "B T N H"]
-    k: Float[Array, "B S N H"]
-    v: Float[Array, "B S N V"]
-    bias: Float[Array, "#B #N #T #S"] | None
-    query_segment_ids: Int[Array, "B T"] | None
-    key_segment_ids: Int[Array, "B S"] | None
-    seed: Int[Array, 6] | None  # `seed_words` of the rng
-    query_order: Int[Array, "B T"] | None = None  # the position in each slot
-    key_order: Int[Array, "B S"] | None = None
-    sinks: Float[Array, " N"] | None = None  # of `softmax.learned_sinks`
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of logits, softmax and sums."""
-        return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)
+def tiling_of(
+    call: Call, q: Array, k: Array, query_size: int, key_size: int, **options: Any
+) -> Tiling:
+    """The tiling of a call, of blocks of at most these sizes."""
+    sizes = min(query_size, q.shape[1]), min(key_size, k.shape[1])
+    return Tiling(*sizes, call.causal, call.logits.for_size(q.shape[-1]), call.dropout, **options)
 
 
 class Visits(NamedTuple):
@@ -166,7 +153,7 @@ def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -
 
 
 def _positions(
-    x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
+    x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
     """The positions in the sequence of a tile's queries and keys."""
     if x.query_order is None:
@@ -184,7 +171,7 @@ def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
 
 
 def visible(
-    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
+    tiling: Tiling, x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
     """The mask of a tile: which keys each query sees; None: all."""
     query, key = _positions(x, group, queries, keys)
@@ -204,7 +191,7 @@ def visible(
 
 def logits(
     tiling: Tiling,
-    x: TiledInputs,
+    x: BlockInputs,
     group: Group,
     queries: RowBlock,
     keys: RowBlock,
@@ -221,7 +208,7 @@ def logits(
 
 
 def tile_dropout_mask(
-    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
+    tiling: Tiling, x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Float[Array, "b n Q K"] | float:
     """The dropout mask of a tile's weights."""
     if tiling.dropout == 0.0:
@@ -250,7 +237,7 @@ class TiledResults(NamedTuple):
         )
 
 
-def no_results(x: TiledInputs) -> TiledResults:
+def no_results(x: BlockInputs) -> TiledResults:
     """Zeros, into which `with_rows` writes."""
     statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
@@ -259,7 +246,7 @@ def no_results(x: TiledInputs) -> TiledResults:
 
 def tile_softmax(
     tiling: Tiling,
-    x: TiledInputs,
+    x: BlockInputs,
     group: Group,
     queries: RowBlock,
     keys: RowBlock,
@@ -279,7 +266,7 @@ def tile_softmax(
 # Both passes.
 
 
-def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
+def forward(tiling: Tiling, x: BlockInputs, visits: Visits) -> TiledResults:
     """Attention over the tiles in `visits`, the blocks of keys for each block of queries.
 
     This is algorithm 2 of Dao et al. with the loops swapped, so that each row is written once.
@@ -307,7 +294,7 @@ def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
 
 def backward(
     tiling: Tiling,
-    x: TiledInputs,
+    x: BlockInputs,
     visits: Visits,
     results: TiledResults,
     d_out: Float[Array, "B T N V"],
@@ -380,7 +367,7 @@ def backward(
 
 @functools.partial(CustomDerivatives, n_static=2)
 def attend(
-    forward_pass: Callable[..., TiledResults], tiling: Tiling, x: TiledInputs, plan: TilePlan
+    forward_pass: Callable[..., TiledResults], tiling: Tiling, x: BlockInputs, plan: TilePlan
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the tiles of a plan.
 
@@ -401,9 +388,9 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     x, plan, results = residuals
     results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x, plan.by_key, results, d_out)
-    # Integers have no gradient.
-    integers = dict(query_segment_ids=None, key_segment_ids=None, seed=None)
-    return TiledInputs(*gradients, **integers, sinks=d_sinks(results, x.sinks, d_out)), None
+    *of_qkv, d_bias = gradients
+    d_x = BlockInputs(*of_qkv, *[None] * 3, bias=d_bias, sinks=d_sinks(results, x.sinks, d_out))
+    return d_x, None  # integers have no gradient
 
 
 def _attend_tangent(forward_pass, tiling, residuals, tangents):
@@ -414,12 +401,6 @@ def _attend_tangent(forward_pass, tiling, residuals, tangents):
 attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
-def inputs(
-    call: Call,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-) -> TiledInputs:
+def inputs(call: Call, q: Array, k: Array, v: Array) -> BlockInputs:
     """The arrays of an op's call."""
-    ids = segment_pair(call.segment_ids)
-    return TiledInputs(q, k, v, call.bias, *ids, call.seed, sinks=call.sinks)
+    return BlockInputs.of(call, q, k, v)._replace(bias=call.bias, sinks=call.sinks)
