@@ -175,7 +175,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         self._check()
 
     def _check(self) -> None:
-        """Raises `ValueError` for options that exclude each other."""
+        """Raises `SettingError` for options out of range, or that exclude each other."""
 
     @property
     def name(self) -> str:

@@ -181,7 +181,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
             none = no_queries(q)
             n_blocks, size = -(-ids.shape[1] // self.block_size), none.queries.shape[3]
             return none, jnp.zeros((len(k), n_blocks, size), none.queries.dtype)
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         queries, series = self._index_queries(params, q, position), self._index_series(params, k)
         return queries, self._index_keys(call, params, series, ids)
 
@@ -204,7 +204,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
         ids = sharding.of_all(call.shard, query_ids)
         queries, keys = lax.stop_gradient(self._index(call, params, q, k, ids))
         of_blocks = in_blocks(ids, self.block_size)[:, :, -1]
-        side = Side(sharding.first_query(call.shard, length) + positions(length), query_ids)
+        side = Side(sharding.query_positions(call.shard, length), query_ids)
         sizes = "relu", self.index_dtype, self.block_size, min(self.top_k, keys.shape[1])
         arrays, packed = (queries, keys, side, of_blocks), call.segment_ids is not None
         interpret = choose_kernels(self.impl, self._obstacles(call, q, k, None))
@@ -228,7 +228,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
             return whole.output(), self._divergence(x, far, whole)
 
         q = grouped(q, summaries.keys.shape[2])
-        position = sharding.first_query(call.shard, length) + positions(length)
+        position = sharding.query_positions(call.shard, length)
         arrays = q, query_ids, position, plan, *near, *index
         n_each = q.shape[2] * q.shape[3] + self.n_index_heads + 1
         if gathers(n_chosen, n_seen):

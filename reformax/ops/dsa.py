@@ -141,7 +141,6 @@ class dsa(IndexedChoice, AttentionOp):
         return cache.chosen
 
     def _check(self) -> None:
-        """Raises `SettingError` for options of an indexer that is not there, or chooses nothing."""
         super()._check()
         if self.indexer.n_local >= self.top_k:
             n_local, top_k = self.indexer.n_local, self.top_k
@@ -198,7 +197,7 @@ class dsa(IndexedChoice, AttentionOp):
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
         self._check_chooses()
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         keys = self._index_keys(params, k, position)
         keys, segment_ids = sharding.of_all(call.shard, (keys, call.segment_ids))
         n = keys.shape[1]
@@ -218,7 +217,7 @@ class dsa(IndexedChoice, AttentionOp):
     # Attention.
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         index = self._index_queries(params, q, position)
         gathered = k, v, self._index_keys(params, k, position), call.segment_ids
         k, v, index_keys, segment_ids = sharding.of_all(call.shard, gathered)
@@ -305,7 +304,7 @@ class dsa(IndexedChoice, AttentionOp):
             x = of_keys(q, chosen, query, IndexQueries(*index))
             return self._attend_to_keys(call, x, position)
 
-        position = sharding.first_query(call.shard, length) + positions(length)
+        position = sharding.query_positions(call.shard, length)
         query_ids = sharding.of_shard(call.shard, ids, length)
         arrays = q, plan, query_ids, position, *index
         n_each = n_heads + self.n_index_heads + 1
@@ -340,7 +339,7 @@ class dsa(IndexedChoice, AttentionOp):
         """The divergences of some queries, which are reported, and the queries' ids."""
         length = q.shape[1]
         k, v = repeat_heads(q, k, v)
-        position = sharding.first_query(call.shard, length) + positions(length)
+        position = sharding.query_positions(call.shard, length)
         arrays = sharding.of_shard(call.shard, ids, length), q, plan, position, *index
         query_ids, *some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
         keys = lax.stop_gradient((k, v[..., :1], ids, index_keys))

@@ -94,7 +94,6 @@ class hash_sparse(AttentionOp):
         return self.shared_qk and not self.attend_self_if_alone
 
     def _check(self) -> None:
-        """Raises `SettingError` for an odd number of buckets."""
         super()._check()
         if self.n_buckets % 2:
             raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")

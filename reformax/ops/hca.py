@@ -17,9 +17,9 @@ from reformax.ops.compressing.attention import grouped, last_position, merged, t
 from reformax.ops.compressing.op_functions import Compressed
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side
-from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
 from reformax.ops.numerics.rotary import RotaryBase
-from reformax.ops.sharding.queries import first_query
+from reformax.ops.sharding.queries import query_positions
 from reformax.ops.softmax.online import Softmax
 
 
@@ -79,7 +79,7 @@ class hca(Compressed, AttentionOp):
             return merged(call, Softmax(*near), far).output()
 
         q = grouped(q, summaries.keys.shape[2])
-        position = first_query(call.shard, length) + positions(length)
+        position = query_positions(call.shard, length)
         arrays = q, ids_or_ones(call.segment_ids, q), position, *near
         n_seen = q.shape[2] * q.shape[3] * (n_blocks + near.acc.shape[-1])
         return join_chunks(by_chunks(attend, n_seen, *arrays), length)

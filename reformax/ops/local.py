@@ -153,7 +153,6 @@ class local(RingDecoding, AttentionOp):
         return out, add_all_to_ring(cache, keys, v, call.position, call.lengths), ()
 
     def _check(self) -> None:
-        """Raises `ValueError` for sizes out of range and options that exclude each other."""
         if self.wrap and self.window is not None:
             raise SettingError(f"wrap is True and window is {self.window}: leave one out")
         if self._chunks_reached > self.n_chunks_before:

@@ -172,7 +172,6 @@ class lsh(AttentionOp):
         return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
 
     def _check(self) -> None:
-        """Raises `ValueError` for sizes out of range and options that exclude each other."""
         super()._check()
         if self.wrap and self.count_once:
             raise SettingError("wrap is True and count_once is True: set count_once=False")

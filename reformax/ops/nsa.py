@@ -116,7 +116,6 @@ class nsa(AttentionOp):
     _impls = KERNELS
 
     def _check(self) -> None:
-        """Raises `SettingError` for options that do not fit together."""
         names = "mlp", "mean"
         if self.compression not in names:
             raise SettingError(

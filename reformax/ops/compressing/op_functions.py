@@ -59,7 +59,6 @@ class Compressed(LearnedSinks):
     n_series = 1  # S: the blocks that a summary is over
 
     def _check(self) -> None:
-        """Raises `SettingError` for options that do not fit together."""
         if self.window < self.block_size:
             raise SettingError(
                 f"window is {self.window} and block_size {self.block_size}: expected a window of "
@@ -145,7 +144,7 @@ class Compressed(LearnedSinks):
         return group_obstacles(q, k, v, call.logits, **above)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         call = self._with_sinks(call, params, q.shape[2])
         ids = sharding.of_all(call.shard, ids_or_ones(call.segment_ids, q))
         summaries = self._summaries(call, params, ids)

@@ -144,7 +144,7 @@ class Indexer(IndexerDecoding, Options):
           Unsupported: a group of queries is on several devices.
         """
         n_queries, n_tokens = x.queries.weights.shape[1], x.keys.shape[1]
-        position = sharding.first_query(shard, n_queries) + positions(n_queries)
+        position = sharding.query_positions(shard, n_queries)
         ids = sharding.of_shard(shard, ids_or_ones(segment_ids, x.keys), n_queries)
         if self.block_size > 1:
             return self._choose_blocks(x, segment_ids, position, ids, top_k, interpret)
@@ -215,7 +215,7 @@ class Indexer(IndexerDecoding, Options):
         """
         n_queries, length = x.queries.weights.shape[1], x.keys.shape[1]
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, None, x.params)
-        position = sharding.first_query(shard, n_queries) + positions(n_queries)
+        position = sharding.query_positions(shard, n_queries)
         ids = sharding.of_shard(shard, keys.ids, n_queries)
         ids, *some = sharding.spread(shard, LEARNT_FROM, ids, *x.queries, position)
 

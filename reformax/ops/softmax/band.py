@@ -31,7 +31,7 @@ from reformax.ops.masking.visibility import Side, Visibility, is_token
 from reformax.ops.numerics.query_chunks import with_neighbours
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.orders import Chunking, ChunkSizes, Order
+from reformax.ops.softmax.orders import Chunking, ChunkSizes, Order, UnsortedInputs
 
 # Logits in memory at a time. More are computed head by head.
 LOGITS_AT_A_TIME = 2**29
@@ -106,10 +106,8 @@ def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_p
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
-    near = kernel.BandOrder(order, _in_slots(of_order, n_tokens, chunks))
-    return kernel.attend(
-        band, chunks, interpret, q, k, v, global_positions, near, segment_ids, call.seed
-    )
+    x = UnsortedInputs(q, k, v, order, _in_slots(of_order, n_tokens, chunks), call.seed)
+    return kernel.attend(band, chunks, interpret, x, global_positions, segment_ids)
 
 
 def attend_and_far(
@@ -133,8 +131,8 @@ def attend_and_far(
     band = band.within(q.shape[1])
     chunks = _chunks(call, band, q.shape[1])
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    ids = _in_slots(ids, call.lengths, chunks)
-    return kernel.attend_and_far(chunks, interpret, q, k, v, far, ids)
+    x = UnsortedInputs(q, k, v, None, _in_slots(ids, call.lengths, chunks), None)
+    return kernel.attend_and_far(chunks, interpret, x, far)
 
 
 def _in_slots(
