@@ -44,7 +44,7 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
-from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.numerics.query_chunks import in_blocks, positions_in
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax
@@ -170,13 +170,11 @@ class moba(AttentionOp):
         chosen = best_of(scores, allowed, min(self.top_k, n_blocks) - 1)
         query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
         blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
-        key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-        of_query = Side(position[:, None, None, None])
-        mask = CAUSAL.sees(of_query, Side(key, exists=key >= 0))
-        key = key.reshape(*key.shape[:2], -1)
+        key = positions_in(blocks, size)
+        mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
         row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
-        out = attend_to(call, q, keys, values, mask.reshape(key.shape), self.impl)
+        out = attend_to(call, q, keys, values, mask, self.impl)
         return out, MobaCache(memory, sums)
 
 

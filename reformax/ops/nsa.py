@@ -56,7 +56,13 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
 from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, best_of
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import (
+    by_chunks,
+    in_blocks,
+    join_chunks,
+    positions,
+    positions_in,
+)
 from reformax.ops.softmax.dropout import dropped_factors
 from reformax.ops.softmax.gathered import gather_rows
 from reformax.ops.softmax.masked import softmax_over
@@ -319,10 +325,7 @@ class nsa(AttentionOp):
             chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
             block = jnp.maximum(chosen, 0)
             keys, values, key_ids = (_blocks_at(x, block) for x in blocks)  # [B, G, Q, K L, ...]
-            key = (
-                chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
-            )
-            key = key.reshape(*key.shape[:3], -1)
+            key = positions_in(chosen, size)
             of_query = Side(position[:, None, :, None], ids[:, None, :, None])
             mask = CAUSAL.sees(of_query, Side(key, key_ids, exists=key >= 0))
             selected = softmax_over(
@@ -409,16 +412,13 @@ class nsa(AttentionOp):
         self, call: Call, q, summaries: Float[Array, "B G C H"], seen, capacity: int
     ) -> Int[Array, "B G K*L"]:
         """The positions of the blocks that the newest query selects."""
-        n_batch, n_kv = summaries.shape[:2]
-        heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
+        heads = q.reshape(*summaries.shape[:2], -1, q.shape[3])
         logits = call.logits.of("bgmh,bgch->bgmc", heads, summaries)
         weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
         scores = self._block_scores(weights, -(-capacity // self.block_size))
         query_block = (call.position // self.block_size)[:, None]
         blocks = self._best_blocks(scores, query_block, jnp.zeros_like(query_block))
-        within = jnp.arange(self.block_size, dtype=jnp.int32)[None, None, None]
-        key = blocks[..., None] * self.block_size + within
-        return key.reshape(n_batch, n_kv, -1)
+        return positions_in(blocks, self.block_size)
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:

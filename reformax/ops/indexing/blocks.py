@@ -16,6 +16,7 @@ from reformax.ops.indexing.streaming import best_keys
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import IndexDtype
+from reformax.ops.numerics.query_chunks import positions_in
 
 
 def newest_block(position: Int[Array, "*d"], size: int) -> Int[Array, "*d"]:
@@ -79,12 +80,11 @@ def positions_of(
     blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"], size: int
 ) -> Int[Array, "B Q K"]:
     """The positions of chosen blocks, and of each query's own one if it is not complete."""
-    within = jnp.arange(size, dtype=jnp.int32)
-    chosen = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * size + within)
-    own = (newest_block(position, size) + 1)[..., None] * size + within[:-1]
+    own = (newest_block(position, size) + 1)[..., None] * size
+    own = own + jnp.arange(size - 1, dtype=jnp.int32)
     own = jnp.where(own <= position[..., None], own, -1)
     own = jnp.broadcast_to(own, (*blocks.shape[:2], own.shape[2]))
-    return jnp.concatenate([chosen.reshape(*blocks.shape[:2], -1), own], axis=-1)
+    return jnp.concatenate([positions_in(blocks, size), own], axis=-1)
 
 
 def in_parts(

@@ -53,6 +53,13 @@ def join_chunks(x: Array, length: int) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
+def positions_in(blocks: Int[Array, "*d K"], size: int) -> Int[Array, "*d K*L"]:
+    """The positions of blocks by their numbers; -1 for all of a block of -1."""
+    within = jnp.arange(size, dtype=jnp.int32)
+    each = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * size + within)
+    return each.reshape(*blocks.shape[:-1], -1)
+
+
 def positions(length: int) -> Int[Array, "1 T"]:
     """0 to `length - 1`, in one row."""
     return jnp.arange(length, dtype=jnp.int32)[None]
