@@ -438,16 +438,9 @@ def _blocks_at(x: Array, block: Int[Array, "B G Q K"]) -> Array:
 
 
 class NsaCache(NamedTuple):
-    """The branches' keys and values.
+    """The branches' keys and values."""
 
-    Attributes:
-      selected: all positions, of the selected branch.
-      window: the last positions, of the window.
-      newest: the last positions, from which the next summary is computed.
-      summaries: the summaries so far.
-    """
-
-    selected: KeyValues
-    window: KeyValues
-    newest: KeyValues
-    summaries: KeyValues
+    selected: KeyValues  # all positions, of the selected branch
+    window: KeyValues  # the last positions, of the window
+    newest: KeyValues  # the last positions, from which the next summary is computed
+    summaries: KeyValues  # the summaries so far

@@ -105,15 +105,11 @@ class nystromformer(AttentionOp):
 
 
 class LandmarkGroups(NamedTuple):
-    """The tokens that each landmark is the mean of.
+    """The tokens that each landmark is the mean of."""
 
-    Attributes:
-      index: their positions, a row for each landmark; any position where `real` is False.
-      real: which entries belong to the group.
-    """
-
+    # Their positions, a row for each landmark; any position where `real` is False.
     index: Int[Array, "B M G"]
-    real: Bool[Array, "B M G"]
+    real: Bool[Array, "B M G"]  # which entries belong to the group
 
 
 def landmark_groups(

@@ -249,16 +249,9 @@ class Compressed(LearnedSinks):
 
 
 class CompressedCache(NamedTuple):
-    """The past of each row.
+    """The past of each row."""
 
-    Attributes:
-      window: the last keys and values.
-      newest: the last series, of which the next summary is made.
-      summaries: of all complete blocks.
-      index: what chooses among them.
-    """
-
-    window: KeyValues
-    newest: dict[str, KeyValues]
-    summaries: KeyValues
-    index: Any
+    window: KeyValues  # the last keys and values
+    newest: dict[str, KeyValues]  # the last series, of which the next summary is made
+    summaries: KeyValues  # of all complete blocks
+    index: Any  # what chooses among them

@@ -18,17 +18,12 @@ from reformax.ops.numerics.precision import accum_dtype, product
 
 
 class OverlappingSummaries(NamedTuple):
-    """The compressed keys and values.
-
-    Attributes:
-      ids: the segment of all positions of a summary; 0 for several.
-      last: the last position of each summary.
-    """
+    """The compressed keys and values."""
 
     keys: Float[Array, "B C G H"]
     values: Float[Array, "B C G V"]
-    ids: Int[Array, "B C"]
-    last: Int[Array, "1 C"]
+    ids: Int[Array, "B C"]  # the segment of all positions of a summary; 0 for several
+    last: Int[Array, "1 C"]  # the last position of each summary
 
     def seen(self, ids: Int[Array, "B Q"], position: Int[Array, "#B Q"]) -> Bool[Array, "B Q C"]:
         """Which summaries queries see, by their segments and positions."""

@@ -52,17 +52,12 @@ def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
 
 
 class AngularHashing(NamedTuple):
-    """The number of buckets and the rotations.
+    """The number of buckets and the rotations."""
 
-    Attributes:
-      factors: even factors of the number of buckets; None: about two buckets a chunk.
-      chunk_len: the length of a chunk.
-      rotations: the rotations; None draws them from an rng.
-    """
-
+    # Even factors of the number of buckets; None: about two buckets a chunk.
     factors: tuple[int, ...] | None
-    chunk_len: int
-    rotations: Float[ArrayLike, "N H R F"] | None
+    chunk_len: int  # the length of a chunk
+    rotations: Float[ArrayLike, "N H R F"] | None  # the rotations; None draws them from an rng
 
     @classmethod
     def of(

@@ -63,21 +63,14 @@ class ListParts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The static part of a block-sparse attention: which query sees which key, by position.
+    """The static part of a block-sparse attention: which query sees which key, by position."""
 
-    Attributes:
-      mask: whether each block of queries sees each block of keys.
-      block_q: queries in a block.
-      block_k: keys in a block.
-      n_queries: the number of queries, T.
-      n_keys: the number of keys, S.
-    """
-
+    # Whether each block of queries sees each block of keys.
     mask: Bool[np.ndarray, "G n_blocks_q n_blocks_k"]
-    block_q: int
-    block_k: int
-    n_queries: int
-    n_keys: int
+    block_q: int  # queries in a block
+    block_k: int  # keys in a block
+    n_queries: int  # the number of queries, T
+    n_keys: int  # the number of keys, S
     causal: bool
     dropout: float
     logits: Logits = PLAIN

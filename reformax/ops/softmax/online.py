@@ -26,17 +26,11 @@ def lowest(dtype: Any) -> float:
 
 
 class Softmax(NamedTuple):
-    """The softmax of rows over some of their keys (Milakov and Gimelshein 2018, algorithm 3).
+    """The softmax of rows over some of their keys (Milakov and Gimelshein 2018, algorithm 3)."""
 
-    Attributes:
-      acc: `sum_j exp(s_j - row_max) v_j`.
-      row_max: the largest logit `s_j`.
-      row_sum: `sum_j exp(s_j - row_max)`.
-    """
-
-    acc: Float[Array, "*rows V"]
-    row_max: Float[Array, "*rows"]
-    row_sum: Float[Array, "*rows"]
+    acc: Float[Array, "*rows V"]  # `sum_j exp(s_j - row_max) v_j`
+    row_max: Float[Array, "*rows"]  # the largest logit `s_j`
+    row_sum: Float[Array, "*rows"]  # `sum_j exp(s_j - row_max)`
 
     @classmethod
     def empty(cls, rows: tuple[int, ...], d_v: int, dtype: Any) -> Softmax:

@@ -49,41 +49,27 @@ class ChunkSizes(NamedTuple):
 
 
 class Chunking(NamedTuple):
-    """The static part of chunked attention: which keys a query sees, and with what weight.
+    """The static part of chunked attention: which keys a query sees, and with what weight."""
 
-    Attributes:
-      length: the number of positions, before padding.
-      chunk_len: positions in a chunk, L.
-      n_chunks_before: the number of chunks before its own that a query sees.
-      n_chunks_after: the number of chunks after its own that a query sees.
-      causal: whether later positions are hidden, whatever their slots.
-      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      attend_self_if_alone: for `shared_qk` and `two_orders`, whether a position that sees nothing
-        else sees itself.
-      window: if set, keys `window` or more positions away are hidden.
-      count_once: whether a key that is visible in several hashes counts once (the paper's N_ij) or
-        each time.
-      two_orders: whether keys have another order than queries, so that a query's chunk may lack the
-        key of its position.
-      n_keys: the number of keys where they are another sequence than the queries; None: they are
-        the same.
-      ratio: slots of queries for each slot of keys, in an order and in a chunk.
-    """
-
-    length: int
-    chunk_len: int
-    n_chunks_before: int
-    n_chunks_after: int
-    causal: bool
-    shared_qk: bool
+    length: int  # the number of positions, before padding
+    chunk_len: int  # positions in a chunk, L
+    n_chunks_before: int  # the number of chunks before its own that a query sees
+    n_chunks_after: int  # the number of chunks after its own that a query sees
+    causal: bool  # whether later positions are hidden, whatever their slots
+    shared_qk: bool  # whether keys are the length-normalised queries, hidden from themselves
+    # For `shared_qk` and `two_orders`, whether a position that sees nothing else sees itself.
     attend_self_if_alone: bool = True
-    window: int | None = None
+    window: int | None = None  # if set, keys `window` or more positions away are hidden
+    # Whether a key that is visible in several hashes counts once (the paper's N_ij) or each time.
     count_once: bool = True
     dropout: float = 0.0
     logits: Logits = PLAIN
+    # Whether keys have another order than queries, so that a query's chunk may lack the key of its
+    # position.
     two_orders: bool = False
+    # The number of keys where they are another sequence than the queries; None: they are the same.
     n_keys: int | None = None
-    ratio: int = 1
+    ratio: int = 1  # slots of queries for each slot of keys, in an order and in a chunk
 
     @property
     def rule(self) -> Visibility:
@@ -175,17 +161,13 @@ def inverse_permutation(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
 
 
 class UnsortedInputs(NamedTuple):
-    """The arrays of kernels of chunks, by position.
+    """The arrays of kernels of chunks, by position."""
 
-    Attributes:
-      q, k, v: queries, keys, values; keys are None where queries are keys too.
-      order: as in `softmax.chunked.chunked_attention`.
-      segment_ids: likewise, padded to whole chunks with 0, or `TokensFirst` of them.
-    """
-
+    # Keys are None where queries are keys too.
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T N H"] | None
     v: Float[Array, "B T N V"]
-    order: Order | None
+    order: Order | None  # as in `softmax.chunked.chunked_attention`
+    # As there, padded to whole chunks with 0, or `TokensFirst` of them.
     segment_ids: SegmentIds | TokensFirst | None
     seed: Int[Array, 6] | None

@@ -54,24 +54,16 @@ LOGITS_AT_A_TIME = 2**25
 
 
 class Tiling(NamedTuple):
-    """The static part of a call: its tiles, and what each tile computes.
+    """The static part of a call: its tiles, and what each tile computes."""
 
-    Attributes:
-      query_size: queries of a block.
-      key_size: keys of a block.
-      causal: whether a key is hidden from the queries before it.
-      logits: how products of queries and keys become logits; with a scale.
-      exclude_self: whether a key is hidden from the query of its own position too.
-      n_folded: the number of heads where they are folded into the axis of examples, because each
-        has another order. Each example then has its own visits. 0: heads are not folded.
-    """
-
-    query_size: int
-    key_size: int
-    causal: bool
-    logits: Logits
+    query_size: int  # queries of a block
+    key_size: int  # keys of a block
+    causal: bool  # whether a key is hidden from the queries before it
+    logits: Logits  # how products of queries and keys become logits; with a scale
     dropout: float = 0.0
-    exclude_self: bool = False
+    exclude_self: bool = False  # whether a key is hidden from the query of its own position too
+    # The number of heads where they are folded into the axis of examples, because each has another
+    # order. Each example then has its own visits. 0: heads are not folded.
     n_folded: int = 0
 
     @property

@@ -82,13 +82,9 @@ def _transforms(dtype: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroup:
-    """The operations of a warpgroup, compiled or interpreted.
+    """The operations of a warpgroup, compiled or interpreted."""
 
-    Attributes:
-      interpret: whether the kernel is interpreted.
-    """
-
-    interpret: bool
+    interpret: bool  # whether the kernel is interpreted
 
     def full(self, shape: tuple[int, ...], value: float) -> Array:
         """A tile, or a number for each of its rows."""

@@ -28,17 +28,11 @@ from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 
 
 class ChoiceLearner(NamedTuple):
-    """What learns a choice.
+    """What learns a choice."""
 
-    Attributes:
-      index: the indexer's vectors.
-      factor: of the sum of its divergence over queries.
-      chosen: the keys of each query over which that is, -1 for none.
-    """
-
-    index: IndexerArrays
-    factor: Float[Array, ""]
-    chosen: Int[Array, "B T K"]
+    index: IndexerArrays  # the indexer's vectors
+    factor: Float[Array, ""]  # of the sum of its divergence over queries
+    chosen: Int[Array, "B T K"]  # the keys of each query over which that is, -1 for none
 
     def gradient(
         self,

@@ -213,20 +213,14 @@ class QueryRows(NamedTuple):
     """The arrays that a backward pass reads of each query.
 
     Statistics of rows are `[B, N, T]`, or in another order of the positions.
-
-    Attributes:
-      d_out: the gradient of the output, divided by the row's sum where `inverse_sum` is None.
-      dot: the product of the output and its gradient.
-      row_max: the row's largest logit.
-      row_sum: the sum of the row's softmax; None where no kernel reads it.
-      inverse_sum: 1 / `row_sum`; None where `d_out` is already divided by the sum.
     """
 
+    # The gradient of the output, divided by the row's sum where `inverse_sum` is None.
     d_out: Float[Array, "B T N V"]
-    dot: Array
-    row_max: Array
-    row_sum: Array | None
-    inverse_sum: Array | None
+    dot: Array  # the product of the output and its gradient
+    row_max: Array  # the row's largest logit
+    row_sum: Array | None  # the sum of the row's softmax; None where no kernel reads it
+    inverse_sum: Array | None  # 1 / `row_sum`; None where `d_out` is already divided by the sum
 
 
 def query_rows(

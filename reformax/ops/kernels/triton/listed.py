@@ -98,20 +98,14 @@ def pays(n_listed: int, n_keys: int, group: int, itemsize: int, causal: bool = T
 
 
 class ListedSizes(NamedTuple):
-    """The kernels' static settings.
+    """The kernels' static settings."""
 
-    Attributes:
-      group: M.
-      span: positions that a key summarizes; it is seen from the last one on.
-      address: a and b: dropout is drawn for key s by the address a s + b.
-    """
-
-    group: int
+    group: int  # M
     dropout: float
     logits: Logits
     causal: bool = True
-    span: int = 1
-    address: tuple[int, int] = (1, 0)
+    span: int = 1  # positions that a key summarizes; it is seen from the last one on
+    address: tuple[int, int] = (1, 0)  # a and b: dropout is drawn for key s by the address a s + b
 
     @property
     def rule(self) -> Visibility:

@@ -61,24 +61,19 @@ class MobaSizes(NamedTuple):
 
 
 class MobaInputs(NamedTuple):
-    """The arrays of a call.
+    """The arrays of a call."""
 
-    Attributes:
-      q, k, v: queries, keys, values, zeros at padding.
-      block: the block of each tile.
-      pair: the tile's queries: q K + n for query q whose n-th block it is; -1 for none.
-      bounds: the first tile of each block, and the end.
-      exists: whether each query has an n-th block. Programs do not read it.
-    """
-
+    # Zeros at padding.
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T G H"]
     v: Float[Array, "B T G V"]
     ids: Int[Array, "B T"] | None
     seed: Int[Array, 6] | None
-    block: Int[Array, "B N M"]
+    block: Int[Array, "B N M"]  # the block of each tile
+    # The tile's queries: q K + n for query q whose n-th block it is; -1 for none.
     pair: Int[Array, "B N M I"]
-    bounds: Int[Array, "B N C+1"]
+    bounds: Int[Array, "B N C+1"]  # the first tile of each block, and the end
+    # Whether each query has an n-th block. Programs do not read it.
     exists: Bool[Array, "B N T K"] | None
 
 

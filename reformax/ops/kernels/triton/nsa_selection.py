@@ -54,20 +54,14 @@ BLOCKS_PER_WARP = 1024
 
 
 class SelectionSizes(NamedTuple):
-    """The kernels' static settings.
+    """The kernels' static settings."""
 
-    Attributes:
-      n_best: K, the blocks that a query selects.
-      block: L, positions of a block.
-      stride, span: d and P, positions between the starts of summaries, and of a summary.
-      group: M, query heads of a key head.
-    """
-
-    n_best: int
-    block: int
+    n_best: int  # K, the blocks that a query selects
+    block: int  # L, positions of a block
+    # d and P: positions between the starts of summaries, and of a summary.
     stride: int
     span: int
-    group: int
+    group: int  # M, query heads of a key head
     logits: Logits
 
     @property
