@@ -34,13 +34,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KernelObstacles, choose_kernels
-from reformax.ops.compressing.attention import (
-    Summaries,
-    grouped,
-    in_kernels,
-    merged,
-    to_summaries,
-)
+from reformax.ops.compressing.attention import Summaries, grouped, in_kernels, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import (
     Series,

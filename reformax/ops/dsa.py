@@ -45,12 +45,7 @@ from reformax.ops.calls.dispatch import (
     kernel_obstacles,
 )
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.blocks import in_parts, newest_block
 from reformax.ops.indexing.gathered import KeyReader, KeysOfQueries, gathers

@@ -83,8 +83,7 @@ class memory_efficient(RingDecoding, AttentionOp):
             kernel_obstacles, q, k, v, call.logits, bias=None if bias is None else bias.shape
         )
         of_forward = obstacles(
-            dropout=call.dropout,
-            chunks=_uneven(tiling, key_size, n_queries, n_keys),
+            dropout=call.dropout, chunks=_uneven(tiling, key_size, n_queries, n_keys)
         )
         passes = (choose_kernels(self.impl, found) for found in (of_forward, obstacles()))
         return attend(call, tuple(passes), tiling, key_size, q, k, v)

@@ -26,18 +26,9 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    compute_by,
-    group_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, compute_by, group_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only

@@ -43,13 +43,7 @@ from reformax.ops.calls.dispatch import (
     group_obstacles,
 )
 from reformax.ops.compressing.overlapping import OverlappingSummaries, SummarySizes, init_weights
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    seen_in_ring,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.contiguous import first_of_segment
 from reformax.ops.masking.masks import ids_or_ones, tokens_before
 from reformax.ops.masking.padding import tokens_only
@@ -201,10 +195,7 @@ class nsa(AttentionOp):
         return at_strides.reshape(*weights.shape[:-1], n_blocks, per_block).sum(axis=-1)
 
     def _best_blocks(
-        self,
-        scores: Float[Array, "*d J"],
-        query_block: Int[Array, "*#d"],
-        first: Int[Array, "*#d"],
+        self, scores: Float[Array, "*d J"], query_block: Int[Array, "*#d"], first: Int[Array, "*#d"]
     ) -> Int[Array, "*d K"]:
         """The blocks with the highest scores from `first` to `query_block`; -1 is none.
 

@@ -25,13 +25,7 @@ from reformax.ops.compressing.summaries import (
     newest_summary,
     summarize_shards,
 )
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    seen_in_ring,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.masks import ids_or_ones, tokens_before
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.query_chunks import in_blocks, positions

@@ -42,10 +42,7 @@ class Series(NamedTuple):
 
 def init_weights(size: int, n_series: int, n_features: int) -> dict[str, Array]:
     """The weights of summaries, by which gates of zeros make normalised means."""
-    return {
-        "positions": jnp.zeros((size, n_series, n_features)),
-        "norm": jnp.ones(n_features),
-    }
+    return {"positions": jnp.zeros((size, n_series, n_features)), "norm": jnp.ones(n_features)}
 
 
 def summarize(
@@ -78,11 +75,7 @@ def summarize(
 
 
 def summarize_shards(
-    params: dict[str, Any],
-    x: Series,
-    ids: Int[Array, "B T"],
-    size: int,
-    shard: Shard | None,
+    params: dict[str, Any], x: Series, ids: Int[Array, "B T"], size: int, shard: Shard | None
 ) -> Float[Array, "B C G F"]:
     """`summarize` where devices have shards of a sequence; `x` is the device's, `ids` all of them.
 

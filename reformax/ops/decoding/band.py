@@ -8,13 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    seen_in_ring,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.bands import outside_band, rows_at
 from reformax.ops.masking.visibility import Side, Visibility
 

@@ -65,10 +65,7 @@ def where_rows(mask: Bool[Array, " B"], cache: Any, other: Any) -> Any:
 
 
 def fill_ring(
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
-    lengths: Int[Array, " B"],
-    n_slots: int,
+    k: Float[Array, "B T N H"], v: Float[Array, "B T N V"], lengths: Int[Array, " B"], n_slots: int
 ) -> KeyValues:
     """The ring after each row's first `lengths` positions."""
     positions = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]

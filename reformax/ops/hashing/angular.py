@@ -90,10 +90,7 @@ class AngularHashing(NamedTuple):
 
 
 def hash_vectors(
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    n_hashes: int,
-    rng: PRNGKeyArray,
+    vectors: Float[Array, "B T N H"], factors: Sequence[int], n_hashes: int, rng: PRNGKeyArray
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 

@@ -85,9 +85,7 @@ def _before(
 
 
 def sums_before(
-    x: Float[Array, "B T F"],
-    ids: Int[Array, "B T"],
-    sought: Int[Array, "B T"] | None = None,
+    x: Float[Array, "B T F"], ids: Int[Array, "B T"], sought: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T F"]:
     """The sum of the earlier vectors with the id that each position seeks.
 

@@ -17,13 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.indexing.learning import is_chosen
-from reformax.ops.indexing.scores import (
-    IndexQueries,
-    Score,
-    gathered,
-    scores,
-    scores_of_gathered,
-)
+from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
 

@@ -56,11 +56,7 @@ class IndexerDecoding:
         return cache._replace(chosen=self._choose_newest(cache, x, leader, top_k))
 
     def step(
-        self,
-        cache: IndexerCache,
-        x: Indexed,
-        position: Int[Array, " B"],
-        top_k: int,
+        self, cache: IndexerCache, x: Indexed, position: Int[Array, " B"], top_k: int
     ) -> tuple[Int[Array, "B K"], IndexerCache]:
         """The positions that one more query of each row sees; -1 is none. And the cache with it.
 

@@ -22,12 +22,7 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
-from reformax.ops.recurrence.recurrence import (
-    advance,
-    recurrence,
-    recurrence_from,
-    state_after,
-)
+from reformax.ops.recurrence.recurrence import advance, recurrence, recurrence_from, state_after
 from reformax.ops.recurrence.short_convolution import (
     Projected,
     convolve,

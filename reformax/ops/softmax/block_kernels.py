@@ -31,10 +31,7 @@ def kernels() -> ModuleType:
 
 
 def of_all_keys(
-    call: Call,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S G H"],
-    v: Float[Array, "B S G V"],
+    call: Call, q: Float[Array, "B T N H"], k: Float[Array, "B S G H"], v: Float[Array, "B S G V"]
 ) -> dict[str, tuple[str | KernelObstacles | None, Callable[..., Float[Array, "B T N V"]]]]:
     """`cudnn` and `pallas` of `dispatch.compute_by`, of attention to every visible key."""
 

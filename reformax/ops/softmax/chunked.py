@@ -169,9 +169,7 @@ def visible_keys(
 
 
 def _chunk_in_reach(
-    of_hash: ChunkedOrder,
-    query_slots: Int[Array, "N B T"],
-    key_slots: Int[Array, "N B T"] | None,
+    of_hash: ChunkedOrder, query_slots: Int[Array, "N B T"], key_slots: Int[Array, "N B T"] | None
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the order with those slots."""
     chunks = of_hash.chunks
@@ -298,10 +296,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
         order_sum = weights.sum(axis=-1)
         weights = weights * _dropout_mask(of_hash, length, head, seed)
         order_acc = jnp.einsum(
-            "bnclm,bncmv->bnclv",
-            weights.astype(v.dtype),
-            values,
-            preferred_element_type=dtype,
+            "bnclm,bncmv->bnclv", weights.astype(v.dtype), values, preferred_element_type=dtype
         )
         return carry.merge(Softmax(*map(of_hash.by_query, (order_acc, order_max, order_sum))))
 

@@ -37,10 +37,7 @@ class KeysOfKind(NamedTuple):
 
 
 def attend_to_kinds(
-    call: Call,
-    kinds: Sequence[KeysOfKind],
-    query: Int[Array, "#B C L"],
-    heads: Int[Array, " N"],
+    call: Call, kinds: Sequence[KeysOfKind], query: Int[Array, "#B C L"], heads: Int[Array, " N"]
 ) -> Float[Array, "B C L N V"]:
     """Attention to the keys of all kinds, in one softmax.
 

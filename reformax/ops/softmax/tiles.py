@@ -349,12 +349,7 @@ def backward(
     sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
     n_blocks = visits.start.shape[1]
     dq, d_bias, dk, dv = over_groups(sizes, n_batch, n_heads, n_blocks, key_block, written)
-    return (
-        dq.astype(x.q.dtype),
-        dk,
-        dv,
-        None if d_bias is None else d_bias.astype(x.bias.dtype),
-    )
+    return (dq.astype(x.q.dtype), dk, dv, None if d_bias is None else d_bias.astype(x.bias.dtype))
 
 
 @functools.partial(CustomDerivatives, n_static=2)

@@ -20,14 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import (
-    column,
-    hide,
-    launch,
-    line,
-    load,
-    power_of_two,
-)
+from reformax.ops.kernels.triton.common import column, hide, launch, line, load, power_of_two
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import with_nan_highest

@@ -162,10 +162,7 @@ class _Launches(NamedTuple):
         return self._each(solve_kernel, (solution,), (shapes,))[0]
 
     def states(
-        self,
-        solved,
-        initial: RecurrenceStates | None = None,
-        residuals: Residuals | None = None,
+        self, solved, initial: RecurrenceStates | None = None, residuals: Residuals | None = None
     ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, Residuals]:
         """The state before each chunk, the written values, and the state after the last chunk.
 
