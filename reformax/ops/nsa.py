@@ -59,8 +59,7 @@ from reformax.ops.numerics.query_chunks import (
 )
 from reformax.ops.softmax.dropout import dropped_factors
 from reformax.ops.softmax.gathered import gather_rows
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import masked_softmax
+from reformax.ops.softmax.online import masked_softmax, softmax_over
 
 # The largest sizes that the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": MAX_GROUP, "summaries_of_a_block": 64, "blocks": 2**15}

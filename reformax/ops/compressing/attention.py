@@ -27,8 +27,7 @@ from reformax.ops.numerics.query_chunks import (
 from reformax.ops.sharding.borders import border
 from reformax.ops.sharding.queries import axis_of, first_query
 from reformax.ops.softmax.dropout import dropped_factors, seed_at
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 class Summaries(NamedTuple):

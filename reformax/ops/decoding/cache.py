@@ -16,8 +16,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import Interpret, choose_kernels, kernel_obstacles
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 # The most keys for which "auto" takes the kernel, in which one program reads all keys of a head.
 MAX_KERNEL_KEYS = 1024

@@ -28,8 +28,7 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import BlockInputs
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 # Slots of a slab, and bytes of a bias between all queries and a slab.
 SLAB, BIAS_BYTES = 4096, 2**26

@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import dropped_factors
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 def gather_rows(x: Array, index: Int[Array, "B N *d"]) -> Array:

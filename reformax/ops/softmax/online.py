@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.numerics.precision import product
+
 # Smaller sums of weights count as zero, because their square underflows. A gradient divides by it.
 LEAST_SUM = 1e-18
 
@@ -141,3 +143,27 @@ def masked_softmax(logits: Float[Array, "*d"], mask: Bool[Array, "*#d"]) -> Floa
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     # The gradient of a hidden weight is a product with a hidden value, which may overflow.
     return jnp.where(mask, weights, 0.0)
+
+
+def softmax_over(
+    logits: Float[Array, "*rows K"],
+    mask: Bool[Array, "*#rows K"],
+    axes: str,
+    values: Float[Array, ...],
+    dropped: Float[Array, "*#rows K"] | None = None,
+) -> Softmax:
+    """The softmax of rows over their visible keys.
+
+    Args:
+      logits: from `numerics.logits.Logits`.
+      mask: which keys a row sees.
+      axes: the equation of the product of weights and values, `*rows K` with these to `*rows V`.
+      values: the keys' values.
+      dropped: the factors of dropout; None without dropout.
+    """
+    row_max = largest(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, row_max)
+    row_sum = weights.sum(axis=-1)
+    if dropped is not None:
+        weights = weights * dropped.astype(weights.dtype)
+    return Softmax(product(axes, weights, values, values.dtype), row_max[..., 0], row_sum)

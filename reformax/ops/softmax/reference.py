@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import full_dropout_mask
-from reformax.ops.softmax.masked import softmax_over
+from reformax.ops.softmax.online import softmax_over
 
 _PLAIN = Call()
 
