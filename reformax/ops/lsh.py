@@ -311,9 +311,6 @@ class lsh(AttentionOp):
 
         Args:
           order: each hash's order, with the newest position in it.
-          bucket_start: the slot where the query's bucket begins.
-          query_slot: the query's slot.
-          newest: the query's position.
         """
         sizes = self._chunks.within(order.shape[-1], circle=self.wrap)
         chunk_len, n_chunks_before, n_chunks_after = sizes

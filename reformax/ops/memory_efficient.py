@@ -21,13 +21,11 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
 
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.ring import RingDecoding
@@ -77,6 +75,7 @@ class memory_efficient(RingDecoding, AttentionOp):
         n_queries, n_keys = q.shape[1], k.shape[1]
         query_size = chunk_size(self.query_chunk_size, n_queries)
         key_size = chunk_size(self.key_chunk_size, n_keys)
+        # If causal, chunks of keys around the diagonal are no larger than those of queries.
         small = min(query_size, key_size) if call.causal else key_size
         tiling = tiles.tiling_of(call, q, k, query_size, small)
         obstacles = functools.partial(
@@ -85,35 +84,16 @@ class memory_efficient(RingDecoding, AttentionOp):
         of_forward = obstacles(
             dropout=call.dropout, chunks=_uneven(tiling, key_size, n_queries, n_keys)
         )
-        passes = (choose_kernels(self.impl, found) for found in (of_forward, obstacles()))
-        return attend(call, tuple(passes), tiling, key_size, q, k, v)
-
-
-def attend(
-    call: Call,
-    passes: tuple[bool | None, bool | None],
-    tiling: tiles.Tiling,
-    key_chunk_size: int,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-) -> Float[Array, "B T N V"]:
-    """The attention, each pass by its implementation.
-
-    Args:
-      passes: `choose_kernels` of the forward pass and of the gradient.
-      tiling: the chunks of queries; if causal, also those of keys around the diagonal.
-      key_chunk_size: keys in the other chunks.
-    """
-    summary = tiles.tile_softmax
-    if passes[0] is not None:
-        summary = functools.partial(kernel_summary, passes[0])
-    forward_pass = functools.partial(forward, key_chunk_size, summary)
-    every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-    x = tiles.inputs(call, q, k, v)
-    if passes[1] is None:
-        return tiles.attend(forward_pass, tiling, x, every)
-    return _with_kernel_gradient(forward_pass, tiling, passes[1], x, every)
+        of_passes = of_forward, obstacles()  # the forward pass and the gradient
+        forwards, backwards = (choose_kernels(self.impl, found) for found in of_passes)
+        summary = tiles.tile_softmax
+        if forwards is not None:
+            summary = functools.partial(kernel_summary, forwards)
+        forward_pass = functools.partial(forward, key_size, summary)
+        every, x = tiles.every_tile(tiling, n_queries, n_keys), tiles.inputs(call, q, k, v)
+        if backwards is None:
+            return tiles.attend(forward_pass, tiling, x, every)
+        return _with_kernel_gradient(forward_pass, tiling, backwards, x, every)
 
 
 @functools.partial(CustomDerivatives, n_static=3)

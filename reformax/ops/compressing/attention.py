@@ -117,7 +117,6 @@ def to_summaries(
       call: of the op, which says what is dropped.
       logits, mask, axes, values: as in `softmax_over`.
       block: the numbers of the summaries, by which dropout is drawn.
-      query: the positions of the queries.
     """
     addresses = query[:, None, None, :, None], 2 * block + 1
     dropped = dropped_factors(call, logits.shape[:3], *addresses)

@@ -100,7 +100,6 @@ def hash_vectors(
       vectors: the vectors to hash; only their directions matter.
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       n_hashes: R.
-      rng: the source of the rotations.
     """
     return hash_by(draw_rotations(vectors, factors, n_hashes, rng), vectors, factors, "xla")
 

@@ -92,7 +92,6 @@ def sums_before(
     Sums are float32, or float64 for float64. Equal ids are contiguous.
 
     Args:
-      x: the vectors.
       ids: the id of each vector.
       sought: the id that each position seeks, its own or the previous one; None: its own.
     """

@@ -210,7 +210,6 @@ class Indexer(IndexerDecoding, Options):
         Args:
           x: the vectors, and the candidates' weights; its queries may be a shard's.
           segment_ids: of the keys.
-          causal: of the call.
           shard: which queries there are. The mean is over those of all devices.
         """
         n_queries, length = x.queries.weights.shape[1], x.keys.shape[1]

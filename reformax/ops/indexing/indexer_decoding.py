@@ -62,8 +62,6 @@ class IndexerDecoding:
 
         Args:
           cache: from `start` or the step before.
-          x: the vectors of the new position.
-          position: its number.
           top_k: as in `choose`.
         """
         keys = cache.keys.at[jnp.arange(len(position)), position].set(x.keys[:, 0])
@@ -108,7 +106,6 @@ class IndexerDecoding:
 
         Args:
           cache: from `start`, `step` or the call before.
-          x: the vectors of the new positions.
           position: the number of the first of them.
           lengths: the number of them before a row's padding.
           top_k: as in `choose`.

@@ -127,11 +127,7 @@ def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows:
 
 @dataclasses.dataclass(frozen=True)
 class FullLayout:
-    """The `Layout` of attention without a mask, whose rows have the same list.
-
-    Attributes, besides those of `Layout`:
-      exclude_self: whether a key is hidden from the query of its own position.
-    """
+    """The `Layout` of attention without a mask, whose rows have the same list."""
 
     n_queries: int
     n_keys: int
@@ -141,7 +137,7 @@ class FullLayout:
     block_q: int = 128
     block_k: int = 128
     n_masks: int = 1
-    exclude_self: bool = False
+    exclude_self: bool = False  # whether a key is hidden from the query of its own position
 
     n_folded = 0
 
@@ -185,12 +181,9 @@ class SortedLayout(FullLayout):
 
     A list holds all tiles in order, none of them whole. The call computes which range of the list a
     row needs.
-
-    Attributes, besides those of `FullLayout`:
-      n_folded: the number of heads, which are folded into the axis of examples.
     """
 
-    n_folded: int = 1
+    n_folded: int = 1  # the number of heads, which are folded into the axis of examples
 
     def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """All tiles of each row of `tile_q` queries."""

@@ -39,7 +39,6 @@ def seed_words(rng: PRNGKeyArray, n_rows: int, shard: Shard | None = None) -> In
     head, query and key, to which local addresses are added.
 
     Args:
-      rng: the source of randomness.
       n_rows: the number of rows of the arrays.
       shard: where the arrays lie in the whole call.
     """

@@ -155,10 +155,8 @@ def softmax_over(
     """The softmax of rows over their visible keys.
 
     Args:
-      logits: from `numerics.logits.Logits`.
       mask: which keys a row sees.
       axes: the equation of the product of weights and values, `*rows K` with these to `*rows V`.
-      values: the keys' values.
       dropped: the factors of dropout; None without dropout.
     """
     row_max = largest(logits, mask, axis=-1)

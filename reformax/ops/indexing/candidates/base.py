@@ -71,7 +71,6 @@ class Candidates(Options):
         """How many numbers a query takes in memory until its candidates are scored.
 
         Args:
-          x: the keys.
           n_searched: vectors of a query that are searched.
           n_each: numbers that a candidate takes.
         """

@@ -42,8 +42,6 @@ def launch(
 
     Args:
       kernel: called with references to the inputs, the outputs and the scratch.
-      inputs: arrays.
-      out_shape: shapes of the outputs.
       scratch: types of memory that the warpgroup has, such as `tiles` and barriers.
       grid: sizes by the names of axes, the fastest first.
       name: the name in profiles.

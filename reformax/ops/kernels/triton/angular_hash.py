@@ -114,7 +114,6 @@ def hash_vectors(
     """The buckets of `ops.hashing.angular.hash_by`, from products in the dtype of `vectors`.
 
     Args:
-      vectors: the vectors to hash.
       rotations: the directions of each head and hash, half as many as each factor, concatenated.
       factors: even bucket counts.
     """

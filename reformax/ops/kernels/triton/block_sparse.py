@@ -197,7 +197,6 @@ def _launch_parts(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, inter
 
     Args:
       kernel: called with the inputs, the work, references to results and to buffers.
-      cut: the work.
       inputs: trees of arrays, the first `BlockInputs`.
       shapes: the shapes of the results, `[B, T, N, H]` or `[B, N, T]`.
     """

@@ -57,10 +57,8 @@ def makes_bits(n_listed: int, n_keys: int, q: Array, k: Array, by_list: bool, le
     """Whether kernels make a bit for each query and key.
 
     Args:
-      n_listed: K.
       n_keys: the number of keys, or of their summaries.
       by_list: whether the attention reads lists, of keys or of blocks.
-      learns: whether an indexer learns.
     """
     sizes = n_listed, n_keys, q.shape[2], k.shape[2]
     return not by_list or (learns and not indexer_gradient.reads_lists(*sizes))

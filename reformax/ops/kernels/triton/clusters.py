@@ -56,7 +56,6 @@ def attend(
     The sum has no gradient.
 
     Args:
-      layout: the layout of the sorted members.
       queries, keys: from `in_order`.
     """
     return _attend_forward(layout, interpret, q, k, v, queries, keys, seed)[0]

@@ -78,8 +78,6 @@ def tile_bits(
     """Whether each query has chosen each key of a tile, by the words of `bits_of`.
 
     Args:
-      ref: a reference to the words.
-      batch: the sequence.
       query, key: two sides of the tile; False where either does not exist.
       first, n_keys: the tile's first key, and their number: 16, or a multiple of a word's 32. The
         first is a multiple of it.
@@ -104,10 +102,6 @@ def view_rows(
     """A view of rows of `[B, T, N, H]` as a tile, for `load` and `store`, and its mask.
 
     Args:
-      ref: the reference.
-      batch: the sequence.
-      position: the rows' positions.
-      head: the head.
       width: J, the columns of the tile. Columns from H on are masked.
       exists: whether each row exists; None: all rows exist.
     """

@@ -249,8 +249,6 @@ def indexer_gradient(
     """The gradient of the sum of eq. 4 over queries.
 
     Args:
-      rule: the static settings.
-      index: the indexer's queries, weights and keys.
       attention: queries and keys of the attention, and its softmax.
       chosen: the keys of each query, each once; -1 is none.
     """

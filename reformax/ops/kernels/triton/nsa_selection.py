@@ -140,8 +140,6 @@ class _SelectionProgram(NamedTuple):
         """Unscaled logits of rows and summaries, minus infinity where a row does not see one.
 
         Args:
-          rows: the rows.
-          summary: indices of the summaries.
           exists: whether each summary exists; None: all exist, and all rows see them.
           transposed: whether summaries are the first axis.
         """
@@ -290,7 +288,6 @@ def select(
     Products are exact to float32.
 
     Args:
-      keys: the summaries.
       ids, key_ids: segments of queries and of summaries; None: one segment.
       first: the first block that a query may select; None: block 0.
     """

@@ -67,7 +67,6 @@ def solve_kernel(x, stored, solved, *, plan) -> None:
 
     Args:
       stored: the solution of the forward pass; None: a chunk's system is inverted once, by halves.
-      solved: the results.
     """
     rows = chunk_of(plan, x)
 
@@ -261,7 +260,6 @@ def gradients_kernel(
       d_values: the gradients of the values of the delta rule.
       d_total: for means, the gradient of the sums of weights, `[B, T, N]`.
       units: `UnitRows` of the queries and keys, for gradients of what they were normalised from.
-      out: the gradients.
     """
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])

@@ -165,8 +165,6 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
       ends: the state at the end of each group, from zeros.
       transitions: for the delta rule `[B, N, G, H, W + H]`, whose last H columns are the group's
         result for the identity; None for others.
-      begins: the results.
-      reverse: whether to go from the last group to the first.
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)
