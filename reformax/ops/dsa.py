@@ -182,8 +182,8 @@ class dsa(IndexedChoice, AttentionOp):
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
         if self.indexer.block_size > 1:  # whose means are scored
-            return _index_keys(params, k)
-        return self.indexer.scored(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+            return _projected_keys(params, k)
+        return self.indexer.scored(_projected_keys(params, k)[:, :, None], position)[:, :, 0]
 
     def _of_candidates(self, params) -> Any:
         """The weights of the indexer's candidates."""
@@ -410,7 +410,7 @@ class dsa(IndexedChoice, AttentionOp):
         return attend_to(call, q, *seen, chosen >= 0, self.impl), cache
 
 
-def _index_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:
+def _projected_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:
     k = clipped(k)
     weight = params["key"].astype(k.dtype)
     # The query heads of a key head read the same key.

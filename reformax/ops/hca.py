@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from reformax.declared import Count, Size, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.compressing.attention import grouped, last_position, merged, to_summaries
+from reformax.ops.calls.heads import grouped
+from reformax.ops.compressing.attention import last_position, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side
@@ -78,7 +79,7 @@ class hca(Compressed, AttentionOp):
             far = to_summaries(call, logits, *arrays, position)
             return merged(call, Softmax(*near), far).output()
 
-        q = grouped(q, summaries.keys.shape[2])
+        q = grouped(q, summaries.keys.shape[2], 2)
         position = query_positions(call.shard, length)
         arrays = q, ids_or_ones(call.segment_ids, q), position, *near
         n_seen = q.shape[2] * q.shape[3] * (n_blocks + near.acc.shape[-1])

@@ -42,6 +42,7 @@ from reformax.ops.calls.dispatch import (
     compute_by,
     group_obstacles,
 )
+from reformax.ops.calls.heads import grouped
 from reformax.ops.compressing.overlapping import OverlappingSummaries, SummarySizes, init_weights
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.contiguous import first_of_segment
@@ -260,7 +261,7 @@ class nsa(AttentionOp):
             return self._best_blocks(scores, *(x[:, None] for x in blocks))
 
         n_seen = summaries.keys.shape[1] * q.shape[2]
-        q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
+        q = grouped(q, n_kv, 2)
         chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
         return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[
             :, :, :length
@@ -331,8 +332,7 @@ class nsa(AttentionOp):
         n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
             k.shape[3] + v.shape[3]
         )
-        q_by_group = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-        arrays = q_by_group, ids, positions(length), jnp.swapaxes(plan, 1, 2)
+        arrays = grouped(q, n_kv, 2), ids, positions(length), jnp.swapaxes(plan, 1, 2)
         branches = by_chunks(attend, n_seen, *arrays)
         return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
@@ -402,7 +402,7 @@ class nsa(AttentionOp):
         self, call: Call, q, summaries: Float[Array, "B G C H"], seen, capacity: int
     ) -> Int[Array, "B G K*L"]:
         """The positions of the blocks that the newest query selects."""
-        heads = q.reshape(*summaries.shape[:2], -1, q.shape[3])
+        heads = grouped(q[:, 0], summaries.shape[1], 1)
         logits = call.logits.of("bgmh,bgch->bgmc", heads, summaries)
         weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
         scores = self._block_scores(weights, -(-capacity // self.block_size))

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
+from reformax.ops.calls.heads import grouped
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, Visibility
@@ -41,11 +42,6 @@ class Summaries(NamedTuple):
 def last_position(block: Int[Array, "*d"], size: int) -> Int[Array, "*d"]:
     """The last position of blocks, from which on their summaries are seen."""
     return block * size + (size - 1)
-
-
-def grouped(q: Float[Array, "B T N H"], n_kv: int) -> Float[Array, "B T G M H"]:
-    """The query heads of each key head."""
-    return q.reshape(*q.shape[:2], n_kv, -1, q.shape[-1])
 
 
 def to_window(call: Call, q, k, v, window: int) -> Softmax:
@@ -92,7 +88,7 @@ def _to_window(call: Call, q, k, v, window: int) -> Softmax:
         found = by_chunks(attend_rows, 2 * size * n_heads * q.shape[1], *rows)
         return [jnp.swapaxes(join_chunks(x, size), 1, 2) for x in found]
 
-    queries = [in_blocks(x, size) for x in (grouped(q, n_kv), ids, positions(length))]
+    queries = [in_blocks(x, size) for x in (grouped(q, n_kv, 2), ids, positions(length))]
     keys = (k, v, ids, positions(length) + 1)
     keys = [with_neighbours(in_blocks(x, size), 1, 0) for x in keys]
     keys[-1] = keys[-1] - 1  # -1 is none

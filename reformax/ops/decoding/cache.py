@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import Interpret, choose_kernels, kernel_obstacles
+from reformax.ops.calls.heads import grouped
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import Softmax, softmax_over
@@ -157,13 +158,14 @@ def attend_to(
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
     dtype = accum_dtype(q.dtype, values.dtype)
-    heads = grouped(q[:, 0], keys).astype(dtype)
-    bias = None if bias is None else grouped(bias, keys)
+    n_kv = keys.shape[1]
+    heads = grouped(q[:, 0], n_kv, 1).astype(dtype)
+    bias = None if bias is None else grouped(bias, n_kv, 1)
     logits = call.logits.of("bgmh,bgkh->bgmk", heads, keys.astype(dtype), bias)
-    mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
+    mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, n_kv, 1)
     whole = softmax_over(logits, mask, "bgmk,bgkv->bgmv", values)
     if call.sinks is not None:
-        whole = whole.with_sinks(call.sinks.reshape(keys.shape[1], -1))
+        whole = whole.with_sinks(grouped(call.sinks, n_kv, 0))
     return _output(whole, alone, q).astype(values.dtype)
 
 
@@ -210,11 +212,6 @@ def add_and_attend(
     return out, KeyValues(*ring)
 
 
-def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
-    """`[B, N, ...]` as `[B, G, N / G, ...]`: the query heads of each key head."""
-    return x.reshape(x.shape[0], keys.shape[1], -1, *x.shape[2:])
-
-
 def attend_among(
     call: Call,
     q: Float[Array, "R 1 N H"],
@@ -231,7 +228,7 @@ def attend_among(
     `origins` are hidden. No beam's cache is copied.
     """
     n_searches, size, n_slots = origins.shape
-    heads = grouped(q[:, 0], keys)
+    heads = grouped(q[:, 0], keys.shape[1], 1)
 
     def split(x):
         return x.reshape(n_searches, size, *x.shape[1:])

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.heads import grouped, repeat_heads
 from reformax.ops.decoding.cache import KeyValues, where_rows
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
@@ -208,7 +208,7 @@ def attend_to_chosen(
         held = (chosen >= 0) & (chosen % n == i)
         slot = jnp.where(held, chosen // n, 0)
         keys, values = (jax.vmap(lambda x, at: x[:, at])(x, slot) for x in ring)
-        heads = q.reshape(*q.shape[:2], keys.shape[1], -1, q.shape[3]).astype(dtype)
+        heads = grouped(q, keys.shape[1], 2).astype(dtype)
         logits = call.logits.of("bqgmh,bgqkh->bgmqk", heads, keys.astype(dtype))
         found = softmax_over(logits, held[:, None, None], "bgmqk,bgqkv->bgmqv", values)
         return [jnp.moveaxis(x, 3, 1) for x in found]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
@@ -144,41 +144,18 @@ def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -
 # The arithmetic of a tile.
 
 
-def _positions(
-    x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock
-) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
-    """The positions in the sequence of a tile's queries and keys."""
-    if x.query_order is None:
-        return _column(queries.position), _line(keys.position)
-    of_query = ids_of(x.query_order, group, queries)
-    return of_query[:, None, :, None], ids_of(x.key_order, group, keys)[:, None, None, :]
+def _sides(x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock) -> tuple[Side, Side]:
+    """A tile's queries, arrays `[#b, 1, Q, 1]`, and its keys, `[#b, 1, 1, K]`."""
 
+    def side(order, ids, block: RowBlock, axis: int) -> Side:
+        position = block.position[None] if order is None else ids_of(order, group, block)
+        segment_id = None if ids is None else ids_of(ids, group, block)
+        exists = None if block.in_block is None else block.in_block[None]
+        each = position, segment_id, exists
+        return Side(*(None if y is None else jnp.expand_dims(y, (1, axis)) for y in each))
 
-def _column(x: Shaped[Array, " Q"]) -> Shaped[Array, "1 1 Q 1"]:
-    return x[None, None, :, None]
-
-
-def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
-    return x[None, None, None]
-
-
-def visible(
-    tiling: Tiling, x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock
-) -> Bool[Array, "#b 1 #Q #K"] | None:
-    """The mask of a tile: which keys each query sees; None: all."""
-    query, key = _positions(x, group, queries, keys)
-    q_side, k_side = Side(query), Side(key)
-    if queries.in_block is not None:
-        q_side = q_side._replace(exists=_column(queries.in_block))
-    if keys.in_block is not None:
-        k_side = k_side._replace(exists=_line(keys.in_block))
-    if x.query_segment_ids is not None:
-        of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
-        of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
-        q_side, k_side = (
-            side._replace(segment_id=ids) for side, ids in ((q_side, of_query), (k_side, of_key))
-        )
-    return tiling.rule.sees(q_side, k_side)
+    of_queries = side(x.query_order, x.query_segment_ids, queries, 3)
+    return of_queries, side(x.key_order, x.key_segment_ids, keys, 2)
 
 
 def logits(
@@ -195,7 +172,7 @@ def logits(
     if bias is not None:
         bias = lax.dynamic_slice(bias, *bias_tile(bias.shape, group, queries, keys))
     s = tiling.logits.of("bnqh,bnkh->bnqk", q, k, bias)
-    mask = visible(tiling, x, group, queries, keys)
+    mask = tiling.rule.sees(*_sides(x, group, queries, keys))
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
 
@@ -209,7 +186,7 @@ def tile_dropout_mask(
     head = group.head + jnp.arange(group.n_heads)[None, :, None, None]
     if tiling.n_folded:
         example, head = jnp.divmod(example, tiling.n_folded)
-    positions = _positions(x, group, queries, keys)
+    positions = (side.position for side in _sides(x, group, queries, keys))
     return dropout_mask(x.seed, tiling.dropout, example, head, *positions)
 
 
