@@ -87,13 +87,8 @@ class SortedByHash(AttentionOp):
     _keeps_padding_out = True
     _impls = KERNELS
 
-    @property
-    def _hashing(self) -> QueryKeyHash:
-        raise NotImplementedError
-
-    @property
-    def _chunks(self) -> ChunkSizes:
-        raise NotImplementedError
+    _hashing: QueryKeyHash
+    _chunks: ChunkSizes
 
     def _choose_kernels(self, call: Call, q: Array, k: Array, v: Array | None = None) -> Interpret:
         """`choose_kernels` of a call, whose values may not be known yet."""

@@ -35,7 +35,7 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
-from reformax.ops.numerics.query_chunks import in_blocks, positions_in
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, positions, positions_in
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax
@@ -95,18 +95,15 @@ class moba(AttentionOp):
             masks = () if segment_ids is None else (ids, block_ids)
             return kernel.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
 
-        def best(queries):
-            q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
-            scores = _products(q, means)
-            q, k = (position // size)[None, :, None], jnp.arange(means.shape[1])[None, None]
-            allowed = EARLIER_BLOCKS.sees(Side(q, ids[..., None]), Side(k, block_ids[:, None]))
-            return best_of(scores, allowed[:, None], n_best)
+        def best(q, ids, position):  # [B, Q, N, H], [B, Q], [1, Q]
+            block = jnp.arange(means.shape[1])[None, None]
+            query = Side((position // size)[..., None], ids[..., None])
+            allowed = EARLIER_BLOCKS.sees(query, Side(block, block_ids[:, None]))
+            return best_of(_products(q, means), allowed[:, None], n_best)
 
         def in_arrays() -> Int[Array, "B N T K-1"]:
-            n_scored = min(SCORED_QUERIES, length)
-            queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
-            chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
-            chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
+            queries = tokens_only(q, ids), ids, positions(length)
+            chosen = by_chunks(best, 1, *queries, at_a_time=n_batch * SCORED_QUERIES)
             chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
             return chosen[:, :, :length]
 

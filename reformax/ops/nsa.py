@@ -344,14 +344,14 @@ class nsa(AttentionOp):
         from reformax.ops.kernels.triton.group_rows import GroupInputs
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
-        stride, span = self.compress_stride, self.compress_len
-        others = call.dropout, kernel.n_rows(q), call.logits
+        common = group, call.dropout, kernel.n_rows(q), call.logits
         ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-        sizes = kernel.NsaSizes(group, 0, 0, stride, span, *others)
+        sizes = dict(stride=self.compress_stride, span=self.compress_len)
+        sizes = kernel.NsaSizes(*common, **sizes)
         summary_ids = None if ids is None else summaries.ids
         x = GroupInputs(q, *summaries[:2], ids, summary_ids, call.seed)
         compressed = kernel.attend(sizes, interpret, x)
-        sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, *others)
+        sizes = kernel.NsaSizes(*common, block=size, n_selected=plan.shape[3])
         x = GroupInputs(q, k, v, ids, ids, call.seed, plan)
         return compressed, kernel.attend(sizes, interpret, x)
 

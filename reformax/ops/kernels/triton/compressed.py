@@ -45,8 +45,7 @@ class Part(NamedTuple):
 
 def window_sizes(window: int, rows: int, **common: Any) -> nsa.NsaSizes:
     """The static settings of the part of the positions in a window."""
-    one = dict(block=0, n_selected=0, stride=1, span=1)
-    return nsa.NsaSizes(**one, **common, rows=rows, window=window, address=(2, 0))
+    return nsa.NsaSizes(**common, rows=rows, window=window, address=(2, 0))
 
 
 def summary_sizes(
@@ -55,8 +54,8 @@ def summary_sizes(
     """The static settings of the part of the summaries of blocks, all or those of lists."""
     if by_list:
         return listed.ListedSizes(**common, span=block_size, address=(2, 1))
-    of_blocks = dict(block=0, n_selected=0, stride=block_size, span=block_size)
-    return nsa.NsaSizes(**of_blocks, **common, rows=rows, address=(2, 1))
+    of_blocks = dict(stride=block_size, span=block_size, address=(2, 1))
+    return nsa.NsaSizes(**common, rows=rows, **of_blocks)
 
 
 def block_sizes(
@@ -66,8 +65,7 @@ def block_sizes(
     own = listed.ListedSizes(**common)
     if not by_block:  # a list of their positions too
         return own, own
-    of_blocks = dict(block=block_size, n_selected=n_chosen, stride=1, span=1)
-    return own, nsa.NsaSizes(**of_blocks, **common, rows=rows)
+    return own, nsa.NsaSizes(**common, rows=rows, block=block_size, n_selected=n_chosen)
 
 
 @functools.partial(CustomDerivatives, n_static=2)

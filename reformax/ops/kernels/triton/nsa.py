@@ -62,14 +62,14 @@ class NsaSizes(NamedTuple):
     """The kernels' static settings."""
 
     group: int  # M, query heads of a key head
-    block: int  # L, positions of a selected block; 0 for summaries
-    n_selected: int  # K, the blocks that a query selects; 0 for summaries
-    # d and P of summaries; 1 and 1 for positions.
-    stride: int
-    span: int
     dropout: float
     rows: int  # rows of a tile
     logits: Logits
+    block: int = 0  # L, positions of a selected block; 0 for summaries
+    n_selected: int = 0  # K, the blocks that a query selects; 0 for summaries
+    # d and P of summaries; 1 and 1 for positions.
+    stride: int = 1
+    span: int = 1
     # Keys `window` or more positions before a query are hidden; None: none is.
     window: int | None = None
     # a and b: dropout is drawn for key s by the address a s + b; None: by the last position that
