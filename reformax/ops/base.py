@@ -270,7 +270,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
             reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        q = self._scaled(call, params, q, k)
         return self._run(self._plan, call, params, q, k)
 
     @final
@@ -297,7 +296,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
             padding; `bias` and `extra_projections` where the algorithm reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self.attend(call, params, self._scaled(call, params, q, k), k, v, plan)
+        return self.attend(call, params, q, k, v, plan)
 
     @final
     def kept_mass(
@@ -411,7 +410,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
         call = self._call(causal=True, lengths=lengths, length=capacity, **call)
-        q = self._scaled(call, params, q, k)
         return self._run(self._init_cache, call, params, q, k, v, plan)
 
     @final
@@ -440,7 +438,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         call = self._call(causal=True, position=position, **call)
         self._check_chosen(call, "newest_choice of the cache")
-        q = self._scaled(call, params, q, k)
         return self._run(self._step, call, params, q, k, v, cache)
 
     @final
@@ -472,7 +469,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         call = self._call(causal=True, position=position, lengths=lengths, **call)
         self._check_chosen(call, "the third result of read_on")
-        q = self._scaled(call, params, q, k)
         return self._run(self._read_on, call, params, q, k, v, cache)
 
     def _check_chosen(self, call: Call, found: str) -> None:
@@ -508,9 +504,12 @@ class AttentionOp(ArrayCalls, LogitOptions):
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
+        Queries are scaled by length.
+
         Raises:
           Unsupported: the call has what the algorithm does not read.
         """
+        q = self._scaled(call, params, q, k)
         check_read(self, call)
         arrays = call, params, q, k, *others
         call, params, q, k, *others = devices.varying_as(arrays, arrays)

@@ -82,11 +82,22 @@ class AngularHashing(NamedTuple):
         rng: PRNGKeyArray | None,
         shard: Shard | None = None,
     ) -> Float[Array, "N H R F"]:
-        """The rotations of the first `n_hashes` hashes, given or drawn."""
-        factors = self.factors_for(length)
+        """The rotations of the first `n_hashes` hashes, given or drawn.
+
+        Raises:
+          ValueError: the vectors need given rotations of another shape.
+        """
+        factors, n_heads = self.factors_for(length), vectors.shape[2]
         if self.rotations is None:
             return draw_rotations(vectors, factors, n_hashes, rng, shard)
-        return check_rotations(self.rotations, vectors, factors, n_hashes, shard)
+        given = jnp.asarray(self.rotations, jnp.float32)[:, :, :n_hashes]
+        shape = all_heads(shard, n_heads), vectors.shape[3], n_hashes, sum(factors) // 2
+        if given.shape != shape:
+            raise ValueError(
+                f"rotations have shape {given.shape}: expected {shape}, [heads, head size, hashes, "
+                "half the sum of the factors of n_buckets]"
+            )
+        return of_heads(given, shard, n_heads)
 
 
 def hash_vectors(
@@ -115,25 +126,6 @@ def draw_rotations(
     n_heads, size = vectors.shape[2:]
     shape = all_heads(shard, n_heads), size, n_hashes, sum(factors) // 2
     return of_heads(jax.random.normal(rng, shape, jnp.float32), shard, n_heads)
-
-
-def check_rotations(
-    rotations: Float[ArrayLike, "N H R F"],
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    n_hashes: int,
-    shard: Shard | None = None,
-) -> Float[Array, "N H R F"]:
-    """The first `n_hashes` of given rotations; `ValueError` if the vectors need another shape."""
-    n_heads, size = vectors.shape[2:]
-    shape = (all_heads(shard, n_heads), size, n_hashes, sum(factors) // 2)
-    given = jnp.asarray(rotations, jnp.float32)[:, :, :n_hashes]
-    if given.shape != shape:
-        raise ValueError(
-            f"rotations have shape {given.shape}: expected {shape}, [heads, head size, hashes, "
-            "half the sum of the factors of n_buckets]"
-        )
-    return of_heads(given, shard, n_heads)
 
 
 def hash_by(
