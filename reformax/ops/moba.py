@@ -29,7 +29,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, group_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
-from reformax.ops.indexing.pooling import pooled_blocks
+from reformax.ops.indexing.blocks import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side

@@ -16,11 +16,10 @@ from reformax import devices
 from reformax.declared import Count, SettingError, Size, Unsupported
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
-from reformax.ops.indexing.blocks import best_blocks, positions_of
+from reformax.ops.indexing.blocks import best_blocks, pooled_blocks, positions_of
 from reformax.ops.indexing.candidates.base import Candidates, IndexedKeys, QueryChunk
 from reformax.ops.indexing.candidates.best import best_candidates
 from reformax.ops.indexing.indexer_decoding import IndexerDecoding
-from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import Indexed, IndexQueries, Score
 from reformax.ops.indexing.streaming import best_keys

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import SettingError, Size
 from reformax.ops.calls.options import options
+from reformax.ops.indexing.blocks import pooled_blocks
 from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
     QueryChunk,
     without_repeats,
 )
-from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.scores import gathered, scores, scores_of_gathered
 from reformax.ops.masking.contiguous import ends_of_segment
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token

@@ -70,18 +70,14 @@ class ListInputs(NamedTuple):
 
 
 class GradientOutputs(NamedTuple):
-    """The gradients by a chunk of queries; of its keys `difference` or `contributions`.
+    """The gradients by a chunk of queries; of its keys `difference` or `contributions`."""
 
-    Attributes:
-      queries, weights: the gradients of its index queries and their weights.
-      difference: the gradient of the scaled scores, of which that of the keys is made.
-      contributions: what each query adds to the gradients of the keys of its list.
-    """
-
-    queries: Array  # [B, Q, J, D]
+    queries: Array  # [B, Q, J, D], of index queries
     weights: Array  # [B, Q, J]
-    difference: Array | None  # [B, Q, F]
-    contributions: Array | None  # [B, 1, Q, K, D]
+    # [B, Q, F]: the gradient of the scaled scores, of which that of the keys is made.
+    difference: Array | None
+    # [B, 1, Q, K, D]: what each query adds to the gradients of the keys of its list.
+    contributions: Array | None
 
 
 class _ListedKeys(NamedTuple):
