@@ -106,10 +106,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
     bias: ClassVar[bool] = False
     dropout: ClassVar[bool] = True
     packed: ClassVar[bool] = True
-    never_sees_itself: ClassVar[bool] = False
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
     gated = False  # an option of some recurrences
+    attend_self_if_alone = True  # an option of some with `shared_qk`
     reuses = False
     shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
@@ -131,6 +131,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
     @property
     def plan_needs(self) -> Literal["nothing", "inputs", "rng"]:
         return "nothing" if type(self)._plan is AttentionOp._plan else "inputs"
+
+    @property
+    def never_sees_itself(self) -> bool:
+        return self.shared_qk and not self.attend_self_if_alone
 
     @property
     def more_value_heads(self) -> bool:
@@ -237,6 +241,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return None
 
     @final
+    def keys_of(
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B S G H"] | None
+    ) -> Float[Array, "B S _ H"]:
+        """The keys: with `shared_qk` the queries, length-normalised."""
+        return length_normalize(q) if self.shared_qk else k
+
+    @final
     def of_value_heads(
         self, q: Float[Array, "B T Q H"], k: Float[Array, "B S Q H"] | None, v
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"] | None]:
@@ -333,8 +344,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0
         made = self._call(**call)
         q = self._scaled(made, params, q, k)
-        keys = length_normalize(q) if self.shared_qk else k
-        return kept_mass(made, q, keys, seen, at, exclude_self=self.shared_qk)
+        return kept_mass(made, q, self.keys_of(q, k), seen, at, exclude_self=self.shared_qk)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:

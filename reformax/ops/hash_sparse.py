@@ -32,7 +32,6 @@ from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import block_kernels, tiles
 from reformax.ops.softmax.block_lists import BlockInputs, SortedLayout
 from reformax.ops.softmax.dropout import dropped_self_values
@@ -89,10 +88,6 @@ class hash_sparse(AttentionOp):
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
-    @property
-    def never_sees_itself(self) -> bool:
-        return self.shared_qk and not self.attend_self_if_alone
-
     def _check(self) -> None:
         super()._check()
         if self.n_buckets % 2:
@@ -114,7 +109,7 @@ class hash_sparse(AttentionOp):
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         n_batch, length, n_heads, _ = q.shape
         causal, dropout, seed = call.causal, call.dropout, call.seed
-        k = length_normalize(q) if self.shared_qk else k
+        k = self.keys_of(q, k)
         queries, keys = plan.queries, plan.key_order
         sides = (q, queries), (k, keys), (v, keys)
         flat = queries.folded(), keys.folded()
@@ -147,9 +142,8 @@ class hash_sparse(AttentionOp):
         # Only orders, which decoding does not use.
         rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng)
         buckets = self._buckets(rotations, q if self.shared_qk else k)
-        keys = length_normalize(q) if self.shared_qk else k
         return HashSparseCache(
-            fill_ring(keys, v, call.lengths, call.length),
+            fill_ring(self.keys_of(q, k), v, call.lengths, call.length),
             jnp.pad(buckets, ((0, 0), (0, 0), (0, call.length - q.shape[1]))),
             SharedByBatch(rotations),
         )
@@ -158,8 +152,7 @@ class hash_sparse(AttentionOp):
         position, (memory, buckets, (rotations,)) = call.position, cache
         query_bucket = self._buckets(rotations, q)
         key_bucket = query_bucket if self.shared_qk else self._buckets(rotations, k)
-        keys = length_normalize(q) if self.shared_qk else k
-        memory = add_to_ring(memory, keys, v, position)
+        memory = add_to_ring(memory, self.keys_of(q, k), v, position)
         buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(key_bucket[..., 0])
         key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
         newest = position[:, None, None]

@@ -26,7 +26,6 @@ from reformax.ops.decoding.cache import KeyValues
 from reformax.ops.decoding.reading import add_all_to_ring
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.hashing import circle
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -149,8 +148,8 @@ class local(RingDecoding, AttentionOp):
         out = self._apply(call.but(**masks), params, *arrays, ())
         of_new = (call.position - first)[:, None] + jnp.arange(length)[None]
         out = jnp.take_along_axis(out, of_new[..., None, None], axis=1)
-        keys = length_normalize(q) if self.shared_qk else k
-        return out, add_all_to_ring(cache, keys, v, call.position, call.lengths), ()
+        new = self.keys_of(q, k), v
+        return out, add_all_to_ring(cache, *new, call.position, call.lengths), ()
 
     def _check(self) -> None:
         if self.wrap and self.window is not None:

@@ -141,10 +141,6 @@ class lsh(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def never_sees_itself(self) -> bool:
-        return not self.attend_self_if_alone
-
-    @property
     def plan_needs(self) -> str:
         return "rng" if self.rotations is None else "inputs"
 
