@@ -212,7 +212,6 @@ class asymmetric_lsh(SortedByHash):
         return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
 
     def _check(self) -> None:
-        super()._check()
         AngularHashing.of(self.n_buckets, self.chunk_len)
 
 

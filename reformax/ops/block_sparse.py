@@ -110,7 +110,6 @@ class block_sparse(AttentionOp):
         return None if callable(self.pattern) else _check_mask(self.pattern)
 
     def _check(self) -> None:
-        super()._check()
         if not callable(self.pattern):
             _check_mask(self.pattern)
 

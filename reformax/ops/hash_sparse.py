@@ -89,7 +89,6 @@ class hash_sparse(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     def _check(self) -> None:
-        super()._check()
         if self.n_buckets % 2:
             raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")
 

@@ -158,17 +158,11 @@ class lsh(AttentionOp):
         """The numbers of buckets and the rotations."""
         return AngularHashing.of(self.n_buckets, self.chunk_len, self.rotations)
 
-    @property
-    def _pad_multiple(self) -> int:
-        """A sequence of several chunks is padded to a multiple of this length."""
-        return self.chunk_len * (self.pad_chunks if self.wrap else 1)
-
     def _n_hashes_in(self, train: bool) -> int:
         """The number of hashes in training or at evaluation."""
         return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
 
     def _check(self) -> None:
-        super()._check()
         if self.wrap and self.count_once:
             raise SettingError("wrap is True and count_once is True: set count_once=False")
         factors = self._hashing.factors
@@ -217,7 +211,8 @@ class lsh(AttentionOp):
         rotations = self._hashing.rotations_for(vectors, length, n_hashes, call.rng, call.shard)
         buckets = hash_by(rotations, vectors, factors, self._impl_of_others)
         # Sort: by segment, bucket and position, padded to whole chunks.
-        n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
+        pad_multiple = self.chunk_len * (self.pad_chunks if self.wrap else 1)
+        n_pad = 0 if one_chunk else -q.shape[1] % pad_multiple
         order = sort_by_bucket(
             buckets, math.prod(factors), call.segment_ids, n_pad, call.one_segment
         )

@@ -150,13 +150,6 @@ class nsa(AttentionOp):
         return dataclasses.replace(self, compress_len=span, block_size=block_size)
 
     @property
-    def _window_attention(self) -> AttentionOp:
-        """The attention of the window."""
-        return local.local(
-            chunk_len=self.window, n_chunks_before=1, window=self.window, impl=self.impl
-        )
-
-    @property
     def _summaries(self) -> SummarySizes:
         return SummarySizes(self.compress_len, self.compress_stride)
 
@@ -274,7 +267,8 @@ class nsa(AttentionOp):
         summaries = fitted._summaries.of(params, k, v, ids_or_ones(call.segment_ids, q))
         selected, window = fitted._branch_projections(k, v, gates)
         window_call = call.but(causal=True, extra_projections=None)
-        in_window = fitted._window_attention.attend(window_call, (), q, *window)
+        sizes = dict(chunk_len=self.window, n_chunks_before=1, window=self.window)
+        in_window = local.local(**sizes, impl=self.impl).attend(window_call, (), q, *window)
         arrays = summaries, q, *selected, plan
         in_arrays = functools.partial(fitted._in_arrays, call, *arrays)
         in_kernels = functools.partial(fitted._in_kernels, call, *arrays)

@@ -84,8 +84,9 @@ def cudnn_attention(
             jnp.pad(x, ((0, 0), (0, n), (0, 0), (0, 0)))
             for x, n in zip((q, k, v), (pads[0], pads[1], pads[1]), strict=True)
         )
-    if pieces > 1:
-        q, k, v = _in_pieces(q, pieces), _repeated(k, pieces), _repeated(v, pieces)
+    if pieces > 1:  # as sequences, each of which sees all keys
+        q = q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
+        k, v = _repeated(k, pieces), _repeated(v, pieces)
     if lengths is not None or (any(pads) and not (causal and n_queries <= n_keys)):
         of_queries = jnp.full(q.shape[0], n_queries if pieces == 1 else q.shape[1], jnp.int32)
         of_keys = jnp.full(q.shape[0], n_keys, jnp.int32)
@@ -112,11 +113,6 @@ def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
     programs = n_batch * n_heads * -(-n_keys // KEYS)
     most = min(PROGRAMS // programs, length // LEAST_PIECE)
     return 1 << max(most, 1).bit_length() - 1
-
-
-def _in_pieces(q: Float[Array, "B T N H"], pieces: int) -> Float[Array, "BP T/P N H"]:
-    """Pieces of sequences as sequences, each of which sees all keys."""
-    return q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
 
 
 def _repeated(x: Float[Array, "B S N H"], pieces: int) -> Float[Array, "BP S N H"]:
