@@ -288,7 +288,7 @@ class long_short(AttentionOp):
             chunk = jnp.arange(far.keys.shape[2])[None] // self.rank
             seen = EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
             mask = jnp.concatenate([mask, seen], axis=1)
-            near = near.and_those(far)
+            near = near.joined(far)
         return attend_to(call, q, *near, mask[:, None], self.impl), LongShortCache(ring, far)
 
     def _with_newest(self, params, cache: LongShortCache, ring, position) -> KeyValues:

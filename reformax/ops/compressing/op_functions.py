@@ -226,7 +226,7 @@ class Compressed(LearnedSinks):
         far, seen, index = self._choose_newest(call, params, q, k, summaries, cache.index)
         near = seen_in_ring(Visibility(causal=True, window=self.window), window, position)
         mask = jnp.concatenate([near, seen], axis=1)[:, None]
-        out = attend_to(call, heads, *window.and_those(far), mask, self.impl)
+        out = attend_to(call, heads, *window.joined(far), mask, self.impl)
         return self._output(out, at), CompressedCache(window, newest, summaries, index)
 
     def _completed(self, position: Int[Array, " B"], n_blocks: int) -> Int[Array, " B"]:

@@ -55,4 +55,4 @@ def step(
         far = outside_band(band, newest, Side(of_global))
         masks.append(jnp.concatenate([seen_in_ring(band, ring, position), far], axis=1))
     mask, new = jnp.stack(masks, axis=1), BandCache(ring, global_rows, of_global)
-    return attend_to(call, q, *ring.and_those(global_rows), mask, impl), new
+    return attend_to(call, q, *ring.joined(global_rows), mask, impl), new

@@ -33,7 +33,7 @@ class KeyValues(NamedTuple):
         """Those in some slots, `[B, N, K, ...]`."""
         return KeyValues(*(jnp.take_along_axis(x, slot[..., None], axis=2) for x in self))
 
-    def and_those(self, others: KeyValues) -> KeyValues:
+    def joined(self, others: KeyValues) -> KeyValues:
         """These and then others of the same rows and heads."""
         return KeyValues(*(jnp.concatenate(x, axis=2) for x in zip(self, others, strict=True)))
 

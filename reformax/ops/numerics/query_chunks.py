@@ -38,10 +38,7 @@ def in_blocks(x: Shaped[Array, "B T *d"], size: int) -> Shaped[Array, "B C L *d"
 
 
 def with_neighbours(x: Shaped[Array, "B C L *d"], n_before: int, n_after: int) -> Array:
-    """Each block after those before it and in front of those behind it, `[B, C, M, ...]`.
-
-    Zeros are in place of blocks that do not exist.
-    """
+    """Each block between its neighbours, `[B, C, M, ...]`; zeros where there is none."""
     n = x.shape[1]
     x = jnp.pad(x, [(0, 0), (n_before, n_after)] + [(0, 0)] * (x.ndim - 2))
     return jnp.concatenate([x[:, i : i + n] for i in range(n_before + 1 + n_after)], axis=2)

@@ -69,7 +69,7 @@ def _global_keys(
         q_side = q_side._replace(segment_id=segment_ids[..., None])
         k_side = k_side._replace(segment_id=ids_at(segment_ids, global_positions)[:, None])
     mask = outside_band(band, q_side, k_side)
-    keys, values = (rows_at(x, global_positions) for x in x[1:3])
+    keys, values = (rows_at(y, global_positions) for y in (x.k, x.v))
     logits = chunks.logits.of("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
