@@ -117,23 +117,19 @@ class SortedByHash(AttentionOp):
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
         segment_ids = call.segment_ids
         options = dict(
-            causal=call.causal,
-            shared_qk=False,
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
-            dropout=call.dropout,
-            logits=call.logits,
             two_orders=True,
         )
         if not _crosses(q, k, segment_ids):
-            chunks = self._chunks.cut(q.shape[1], **options)
+            chunks = self._chunks.cut(call, q.shape[1], **options)
             n_tokens = None if plan is None else n_sorted(call)
         elif plan is None:
             return flash.flash(impl=self.impl).attend(call, (), q, k, v)
         else:
             n_tokens = None
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
-            chunks = Chunking(q.shape[1], *self._chunks, **options)
+            chunks = Chunking.of(call, q.shape[1], *self._chunks, **options)
         interpret = self._choose_kernels(call, q, k, v)
         masks = segment_ids, call.seed
         return chunked_attention(q, k, v, chunks, plan, *masks, interpret, n_tokens=n_tokens)

@@ -197,9 +197,8 @@ class local(RingDecoding, AttentionOp):
             order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
             if self.self_score is not None:
                 self_weight = circle.self_weight(self.self_score, order, sizes)
-        window, shared_qk = self.window, self.shared_qk
-        options = dict(causal=call.causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
-        chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
+        options = dict(shared_qk=self.shared_qk, window=self.window)
+        chunks = sizes.cut(call, length, circle=self.wrap, **options)
         masks = call.segment_ids, call.seed
         others = interpret, self_weight, call.lengths, mosaic
         return chunked_attention(q, k, v, chunks, order, *masks, *others)

@@ -226,14 +226,12 @@ class lsh(AttentionOp):
         """Softmax attention over the chunks of all hashes' orders."""
         # How the orders are cut, and which keys of the chunks in reach are hidden.
         chunking = self._chunks.cut(
+            call,
             q.shape[1],
             circle=self.wrap,
-            causal=call.causal,
             shared_qk=True,
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
-            dropout=call.dropout,
-            logits=call.logits,
         )
         interpret = self._choose_kernels(call, q, v)
         self_weight = None

@@ -147,14 +147,8 @@ def _in_slots(
 def _chunks(call: Call, band: Visibility, length: int) -> Chunking:
     """Chunks of a kernel that hold the band."""
     size = max(TILE, 1 << (band.window - 1).bit_length())
-    return ChunkSizes(size, 1, 0 if band.causal else 1).cut(
-        length,
-        causal=band.causal,
-        shared_qk=False,
-        window=band.window * band.dilation,
-        dropout=call.dropout,
-        logits=call.logits,
-    )
+    sizes = ChunkSizes(size, 1, 0 if band.causal else 1)
+    return sizes.cut(call, length, window=band.window * band.dilation)
 
 
 def _by_step(step: int, length: int, n_slots: int) -> Int[Array, " n_slots"]:

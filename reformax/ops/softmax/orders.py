@@ -6,12 +6,13 @@ of hashes, each of which has an order. Without hashes there is one order.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.masking.masks import SegmentIds, TokensFirst
 from reformax.ops.masking.visibility import Visibility
@@ -40,12 +41,9 @@ class ChunkSizes(NamedTuple):
         most = -(-length // chunk_len)
         return ChunkSizes(chunk_len, *(min(n, most) for n in self[1:]))
 
-    def cut(
-        self, length: int, circle: bool = False, window: int | None = None, **options: Any
-    ) -> Chunking:
+    def cut(self, call: Call, length: int, circle: bool = False, **options: Any) -> Chunking:
         """The `Chunking` of a sequence of `length`, with its other `options`."""
-        window = None if window is None else min(window, length)
-        return Chunking(length, *self.within(length, circle), window=window, **options)
+        return Chunking.of(call, length, *self.within(length, circle), **options)
 
 
 class Chunking(NamedTuple):
@@ -56,7 +54,8 @@ class Chunking(NamedTuple):
     n_chunks_before: int  # the number of chunks before its own that a query sees
     n_chunks_after: int  # the number of chunks after its own that a query sees
     causal: bool  # whether later positions are hidden, whatever their slots
-    shared_qk: bool  # whether keys are the length-normalised queries, hidden from themselves
+    # Whether keys are the length-normalised queries, hidden from themselves.
+    shared_qk: bool = False
     # For `shared_qk` and `two_orders`, whether a position that sees nothing else sees itself.
     attend_self_if_alone: bool = True
     window: int | None = None  # if set, keys `window` or more positions away are hidden
@@ -70,6 +69,14 @@ class Chunking(NamedTuple):
     # The number of keys where they are another sequence than the queries; None: they are the same.
     n_keys: int | None = None
     ratio: int = 1  # slots of queries for each slot of keys, in an order and in a chunk
+
+    @classmethod
+    def of(cls, call: Call, length: int, *sizes: int, **options: Any) -> Self:
+        """That of a call, and of `ChunkSizes`; a `window` is no longer than the sequence."""
+        of_call = dict(causal=call.causal, dropout=call.dropout, logits=call.logits)
+        if (window := options.get("window")) is not None:
+            options["window"] = min(window, length)
+        return cls(length, *sizes, **of_call, **options)
 
     @property
     def rule(self) -> Visibility:
