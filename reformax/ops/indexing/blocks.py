@@ -94,7 +94,7 @@ def positions_of(
 ) -> Int[Array, "B Q K"]:
     """The positions of chosen blocks, and of each query's own one if it is not complete."""
     own = (newest_block(position, size) + 1)[..., None] * size
-    own = own + jnp.arange(size - 1, dtype=jnp.int32)
+    own = own + jnp.arange(size - 1, dtype=jnp.int32)[None, None]
     own = jnp.where(own <= position[..., None], own, -1)
     own = jnp.broadcast_to(own, (*blocks.shape[:2], own.shape[2]))
     return jnp.concatenate([positions_in(blocks, size), own], axis=-1)

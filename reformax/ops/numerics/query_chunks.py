@@ -52,7 +52,7 @@ def join_chunks(x: Array, length: int) -> Array:
 
 def positions_in(blocks: Int[Array, "*d K"], size: int) -> Int[Array, "*d K*L"]:
     """The positions of blocks by their numbers; -1 for all of a block of -1."""
-    within = jnp.arange(size, dtype=jnp.int32)
+    within = jnp.arange(size, dtype=jnp.int32).reshape(*blocks.ndim * [1], size)
     each = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * size + within)
     return each.reshape(*blocks.shape[:-1], -1)
 
