@@ -30,14 +30,7 @@ from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, Interpret, choose_kernels, kernel_obstacles
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    SharedByBatch,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    replace_in_memory,
-)
+from reformax.ops.decoding.cache import KeyValues, SharedByBatch, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.sorted_order import (
     arange_last,
     insert_newest,
@@ -92,15 +85,9 @@ class SortedByHash(AttentionOp):
     chooses_keys = True
     _keeps_padding_out = True
     _impls = KERNELS
-    _replace_value = staticmethod(replace_in_memory)
 
-    @property
-    def _hashing(self) -> QueryKeyHash:
-        raise NotImplementedError
-
-    @property
-    def _chunks(self) -> ChunkSizes:
-        raise NotImplementedError
+    _hashing: QueryKeyHash
+    _chunks: ChunkSizes
 
     def _choose_kernels(self, call: Call, q: Array, k: Array, v: Array | None = None) -> Interpret:
         """`choose_kernels` of a call, whose values may not be known yet."""
@@ -108,7 +95,6 @@ class SortedByHash(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
-        del params
         chunk_len, segment_ids = self._chunks.chunk_len, call.segment_ids
         if k.shape[1] <= chunk_len:
             return None
@@ -128,37 +114,31 @@ class SortedByHash(AttentionOp):
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
-        del params
         segment_ids = call.segment_ids
         options = dict(
-            causal=call.causal,
-            shared_qk=False,
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
-            dropout=call.dropout,
-            logits=call.logits,
             two_orders=True,
         )
         if not _crosses(q, k, segment_ids):
-            chunks = self._chunks.cut(q.shape[1], **options)
+            chunks = self._chunks.cut(call, q.shape[1], **options)
             n_tokens = None if plan is None else n_sorted(call)
         elif plan is None:
             return flash.flash(impl=self.impl).attend(call, (), q, k, v)
         else:
             n_tokens = None
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
-            chunks = Chunking(q.shape[1], *self._chunks, **options)
+            chunks = Chunking.of(call, q.shape[1], *self._chunks, **options)
         interpret = self._choose_kernels(call, q, k, v)
         masks = segment_ids, call.seed
         return chunked_attention(q, k, v, chunks, plan, *masks, interpret, n_tokens=n_tokens)
 
     def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
-        del params, plan  # a plan has no hashes
+        # A plan has no hashes.
         hashes = self._hashing.start(call, q, k)
         return SortedCache(fill_ring(k, v, call.lengths, call.length), hashes)
 
     def _step(self, call, params, q, k, v, cache: SortedCache):
-        del params
         position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         newest, capacity = position[:, None, None, None], memory.keys.shape[2]
@@ -226,8 +206,6 @@ class asymmetric_lsh(SortedByHash):
         return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
 
     def _check(self) -> None:
-        """Raises `SettingError` for a wrong `n_buckets`."""
-        super()._check()
         AngularHashing.of(self.n_buckets, self.chunk_len)
 
 
@@ -275,7 +253,6 @@ class CentredAngularHash(NamedTuple):
         return [hash_by(rotations, x, factors, self.impl) for x in vectors]
 
     def codes(self, call: Call, q, k, cross: bool) -> HashCodes:
-        del cross
         segment_ids, length = call.segment_ids, call.length or k.shape[1]
         if segment_ids is not None and not call.one_segment:
             ids = segment_pair(segment_ids)

@@ -6,6 +6,18 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
     R hashes   C chunks   L chunk length   M keys in a chunk's window
     G heads of keys and values, a divisor of N (`calls/heads.py`); where it is not named, it is N
 
+Names of arguments and fields, where a docstring does not say more:
+
+    q, k, v                  queries, keys and values
+    call, params             the `Call` of the op, and the op's own weights
+    ids, segment_ids         segment ids as below; None: each row is one segment
+    causal, dropout, logits  as in `Call`
+    mask                     which keys a query sees
+    seed                     `softmax.dropout.seed_words`; None without dropout
+    interpret                whether kernels run in Pallas's interpreter, on any device, slowly;
+                             None, where it may be: array operations compute
+    x, sizes, d_out          a function's arrays, its static settings, the gradient of its output
+
 Segment ids are integers, one for each token. A token sees the tokens of its own id. Id 0 is
 padding, which sees nothing and is not seen. Queries and keys of one sequence have one array of ids,
 `[B, T]`; those of two sequences have a pair, `[B, T]` and `[B, S]`.
@@ -28,7 +40,7 @@ from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import options
 from reformax.ops.decoding import reading
-from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment
+from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment, tokens_before
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
@@ -94,10 +106,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
     bias: ClassVar[bool] = False
     dropout: ClassVar[bool] = True
     packed: ClassVar[bool] = True
-    never_sees_itself: ClassVar[bool] = False
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
     gated = False  # an option of some recurrences
+    attend_self_if_alone = True  # an option of some with `shared_qk`
     reuses = False
     shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
@@ -119,6 +131,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
     @property
     def plan_needs(self) -> Literal["nothing", "inputs", "rng"]:
         return "nothing" if type(self)._plan is AttentionOp._plan else "inputs"
+
+    @property
+    def never_sees_itself(self) -> bool:
+        return self.shared_qk and not self.attend_self_if_alone
 
     @property
     def more_value_heads(self) -> bool:
@@ -163,7 +179,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         self._check()
 
     def _check(self) -> None:
-        """Raises `ValueError` for options that exclude each other."""
+        """Raises `SettingError` for options out of range, or that exclude each other."""
 
     @property
     def name(self) -> str:
@@ -184,7 +200,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> Any:
         """`init` without the weight of `learn_scale_by_length`."""
-        del rng, dims
         return ()
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
@@ -199,12 +214,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
         A layer makes them. `apply`, `init_cache` and `step` then take `extra_projections`, a dict,
         `{name: [B, T, n_heads, size]}`.
         """
-        del dims
         return {}
 
     def may_reuse(self, other: AttentionOp) -> bool:
         """Whether it can attend by the plan of another op, where it `reuses` one."""
-        del other
         return False
 
     def newest_choice(self, cache: Any) -> Any:
@@ -217,7 +230,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         A tree of which `cache` may have more: a number is for all arrays of its part, and None says
         that a mesh axis does not divide these.
         """
-        del cache
         return 2
 
     def reach(self, causal: bool) -> Reach | None:
@@ -226,8 +238,14 @@ class AttentionOp(ArrayCalls, LogitOptions):
         A device that has a shard of a sequence then reads its neighbours' borders alone. For an
         algorithm without a plan and without `extra_projections`.
         """
-        del causal
         return None
+
+    @final
+    def keys_of(
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B S G H"] | None
+    ) -> Float[Array, "B S _ H"]:
+        """The keys: with `shared_qk` the queries, length-normalised."""
+        return length_normalize(q) if self.shared_qk else k
 
     @final
     def of_value_heads(
@@ -263,7 +281,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
             reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        q = self._scaled(call, params, q, k)
         return self._run(self._plan, call, params, q, k)
 
     @final
@@ -290,7 +307,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
             padding; `bias` and `extra_projections` where the algorithm reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self.attend(call, params, self._scaled(call, params, q, k), k, v, plan)
+        return self.attend(call, params, q, k, v, plan)
 
     @final
     def kept_mass(
@@ -327,8 +344,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0
         made = self._call(**call)
         q = self._scaled(made, params, q, k)
-        keys = length_normalize(q) if self.shared_qk else k
-        return kept_mass(made, q, keys, seen, at, exclude_self=self.shared_qk)
+        return kept_mass(made, q, self.keys_of(q, k), seen, at, exclude_self=self.shared_qk)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -404,7 +420,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
         call = self._call(causal=True, lengths=lengths, length=capacity, **call)
-        q = self._scaled(call, params, q, k)
         return self._run(self._init_cache, call, params, q, k, v, plan)
 
     @final
@@ -433,7 +448,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         call = self._call(causal=True, position=position, **call)
         self._check_chosen(call, "newest_choice of the cache")
-        q = self._scaled(call, params, q, k)
         return self._run(self._step, call, params, q, k, v, cache)
 
     @final
@@ -465,7 +479,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         call = self._call(causal=True, position=position, lengths=lengths, **call)
         self._check_chosen(call, "the third result of read_on")
-        q = self._scaled(call, params, q, k)
         return self._run(self._read_on, call, params, q, k, v, cache)
 
     def _check_chosen(self, call: Call, found: str) -> None:
@@ -501,9 +514,12 @@ class AttentionOp(ArrayCalls, LogitOptions):
     def _run(self, function, call: Call, params, q, k, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
+        Queries are scaled by length.
+
         Raises:
           Unsupported: the call has what the algorithm does not read.
         """
+        q = self._scaled(call, params, q, k)
         check_read(self, call)
         arrays = call, params, q, k, *others
         call, params, q, k, *others = devices.varying_as(arrays, arrays)
@@ -518,9 +534,9 @@ class AttentionOp(ArrayCalls, LogitOptions):
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
         hides = self._hides_finite_padding and call.lengths is not None
-        if call.shard is not None and not isinstance(call.shard.position, int):
-            call = call.but(lengths=None)  # a part of a sequence may begin with padding
-        if not self._takes_lengths:
+        # A part of a sequence may begin with padding.
+        is_part = call.shard is not None and not isinstance(call.shard.position, int)
+        if is_part or not self._takes_lengths:
             call = call.but(lengths=None)
         if self._keeps_padding_out or hides:
             return self._apply(call, params, q, k, v, plan)
@@ -544,7 +560,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
     # What an algorithm defines.
 
     def _plan(self, call: Call, params, q, k) -> Any:
-        del call, params, q, k
         return ()
 
     def _apply(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
@@ -564,7 +579,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
 
     def _read_on(self, call: Call, params, q, k, v, cache) -> tuple[Array, Any, Any]:
         if self.carries_state:
-            ids = (jnp.arange(v.shape[1])[None] < call.lengths[:, None]).astype(jnp.int32)
+            ids = tokens_before(call.lengths, v.shape[1]).astype(jnp.int32)
             of_part = call.but(segment_ids=ids, position=None, lengths=None)
             return *self._attend_from(of_part, params, q, k, v, cache), ()
 

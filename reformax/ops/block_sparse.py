@@ -26,7 +26,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
-from reformax.ops.masking.masks import ids_or_ones, segment_pair
+from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.sharding.shard import all_heads
@@ -110,8 +110,6 @@ class block_sparse(AttentionOp):
         return None if callable(self.pattern) else _check_mask(self.pattern)
 
     def _check(self) -> None:
-        """Raises `SettingError` for a pattern that is no block mask."""
-        super()._check()
         if not callable(self.pattern):
             _check_mask(self.pattern)
 
@@ -135,7 +133,6 @@ class block_sparse(AttentionOp):
         return Layout(mask, *sizes, call.causal, call.dropout, call.logits)
 
     def _apply(self, call, params, q, k, v, plan):
-        del params
         if self.n_global and plan is not None:
             return self._with_global(call, q, k, v, plan)
         n_heads = q.shape[2]
@@ -152,7 +149,6 @@ class block_sparse(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B G"] | tuple[()] | None:
         """The positions of global tokens; None without any."""
-        del params, q, k
         tokens = call.global_tokens, call.segment_ids
         return first_global(*tokens, self.n_global) if self.n_global else ()
 
@@ -184,11 +180,9 @@ class block_sparse(AttentionOp):
         return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
     def _init_cache(self, call, params, q, k, v, plan) -> KeyValues:
-        del params, q, plan
         return fill_ring(k, v, call.lengths, call.length)
 
     def _step(self, call, params, q, k, v, cache: KeyValues):
-        del params
         position = call.position
         cache = add_to_ring(cache, k, v, position)
         n_heads, capacity = cache.keys.shape[1:3]
@@ -201,10 +195,9 @@ class block_sparse(AttentionOp):
         seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
         seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
         seen = (seen * block_k + jnp.arange(block_k)[None, None, None]).reshape(*seen.shape[:2], -1)
-        index = jnp.minimum(seen, capacity - 1)[..., None]
-        keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(seen))
-        return attend_to(call, q, keys, values, mask, self.impl), cache
+        read = cache.at(jnp.minimum(seen, capacity - 1))
+        return attend_to(call, q, *read, mask, self.impl), cache
 
 
 def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T N V"]:
@@ -216,9 +209,8 @@ def _attend(call: Call, layout: Layout, impl: str, q, k, v) -> Float[Array, "B T
         return attend_to_tokens(in_tiles, q, k, v, call.segment_ids)
 
     def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
-        ids = segment_pair(call.segment_ids)
-        x = BlockInputs(q, k, v, *ids, call.seed)
-        return block_kernels.attend(layout, interpret, x)[0]
+        x = BlockInputs.of(call, q, k, v)
+        return block_kernels.kernels().attend(layout, interpret, x)[0]
 
     obstacles = kernel_obstacles(q, k, v, call.logits, block_size=odd)
     return compute_by(impl, in_arrays, pallas=(obstacles, in_kernels))
@@ -249,14 +241,8 @@ def _check_mask(mask: Any) -> Mask:
 
 def _in_tiles(call: Call, layout: Layout, q, k, v) -> Float[Array, "B T N V"]:
     """The op in array operations: the tiles are the blocks."""
-    tiling = tiles.Tiling(
-        query_size=min(layout.block_q, layout.n_queries),
-        key_size=min(layout.block_k, layout.n_keys),
-        causal=call.causal,
-        logits=call.logits.for_size(q.shape[-1]),
-        dropout=call.dropout,
-    )
     sizes = layout.block_q, layout.block_k
+    tiling = tiles.tiling_of(call, q, k, *sizes)
     plan = tiles.TilePlan(
         *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )

@@ -34,13 +34,8 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KernelObstacles, choose_kernels
-from reformax.ops.compressing.attention import (
-    Summaries,
-    grouped,
-    in_kernels,
-    merged,
-    to_summaries,
-)
+from reformax.ops.calls.heads import grouped
+from reformax.ops.compressing.attention import Summaries, in_kernels, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import (
     Series,
@@ -74,10 +69,8 @@ from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, non
 class csa(IndexedChoice, Compressed, AttentionOp):
     """Causal attention to a window and to the best summaries, the same for all heads.
 
-    Blocks are at fixed positions of the row. In packed rows a summary is over the segment of its
-    block's last position alone, which alone sees it. Segments are contiguous. The paper's model has
-    one head of keys, which are values too: `n_kv_heads=1` and `share_kv=True` here, where the
-    window still has the layer's keys and values. With `top_k` of all summaries nothing is chosen.
+    Blocks, segments and the heads of the paper's model are as in `hca.hca`. With `top_k` of all
+    summaries nothing is chosen.
 
     Weights and further projections: see `ops.compressing.op_functions.Compressed`; and of the
     indexer as `index`, `query [N, H, J, D]`, `weight [N, H, J]`, to whose products 1 is added,
@@ -95,14 +88,11 @@ class csa(IndexedChoice, Compressed, AttentionOp):
       index_loss: the factor of the indexer's loss, as in `dsa.dsa`.
       report_loss: whether a step of training reports that loss as `index_loss`, as in `dsa.dsa`,
         but in array operations the mean over all positions.
-      learned_sinks: whether each head has a learnt logit in its softmax's denominator, `sinks [N]`
-        (`softmax.learned_sinks`).
+      learned_sinks, share_kv, rotary_base: as in `hca.hca`.
       reuse: whether it sees the summaries of the numbers that the last `csa` without `reuse`, and
         of this `block_size`, before it in the cycle of layers chose. It then has no indexer and no
         loss: leave `top_k` and the options of the indexer and its loss out, or give that layer's.
-      share_kv: whether a summary is key and value at once.
       rotary_features: as in `hca.hca`; the first features of index heads too.
-      rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.
       impl: as in `hca.hca`, with index heads of 128 or less. Where kernels visit all summaries
         instead of lists, at most 2^36 pairs of a position and a summary take a bit of memory each.
 
@@ -181,7 +171,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
             none = no_queries(q)
             n_blocks, size = -(-ids.shape[1] // self.block_size), none.queries.shape[3]
             return none, jnp.zeros((len(k), n_blocks, size), none.queries.dtype)
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         queries, series = self._index_queries(params, q, position), self._index_series(params, k)
         return queries, self._index_keys(call, params, series, ids)
 
@@ -204,7 +194,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
         ids = sharding.of_all(call.shard, query_ids)
         queries, keys = lax.stop_gradient(self._index(call, params, q, k, ids))
         of_blocks = in_blocks(ids, self.block_size)[:, :, -1]
-        side = Side(sharding.first_query(call.shard, length) + positions(length), query_ids)
+        side = Side(sharding.query_positions(call.shard, length), query_ids)
         sizes = "relu", self.index_dtype, self.block_size, min(self.top_k, keys.shape[1])
         arrays, packed = (queries, keys, side, of_blocks), call.segment_ids is not None
         interpret = choose_kernels(self.impl, self._obstacles(call, q, k, None))
@@ -227,8 +217,8 @@ class csa(IndexedChoice, Compressed, AttentionOp):
             whole = merged(call, Softmax(acc, row_max, row_sum), far)
             return whole.output(), self._divergence(x, far, whole)
 
-        q = grouped(q, summaries.keys.shape[2])
-        position = sharding.first_query(call.shard, length) + positions(length)
+        q = grouped(q, summaries.keys.shape[2], 2)
+        position = sharding.query_positions(call.shard, length)
         arrays = q, query_ids, position, plan, *near, *index
         n_each = q.shape[2] * q.shape[3] + self.n_index_heads + 1
         if gathers(n_chosen, n_seen):
@@ -266,7 +256,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
         """The divergences of some queries, whose softmax has `sums`, and the queries' ids."""
         n_kv = summaries.keys.shape[2]
         of_rows = (jnp.moveaxis(x, 1, 2).reshape(*q.shape[:2], n_kv, -1) for x in sums)
-        arrays = ids, grouped(q, n_kv), plan, positions(q.shape[1]), *index, *of_rows
+        arrays = ids, grouped(q, n_kv, 2), plan, positions(q.shape[1]), *index, *of_rows
         query_ids, *some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
         reader = self._reader(call, *lax.stop_gradient((summaries, index_keys)))
 
@@ -309,9 +299,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
     def _choose_newest(self, call, params, q, k, summaries, index: CsaIndex | tuple[()]):
         index = () if self.reuse else self._with_newest(call, params, q, k, index)
         chosen = call.chosen if self.reuse else index.chosen
-        slot = jnp.maximum(chosen, 0)[:, None, :, None]
-        far = KeyValues(*(jnp.take_along_axis(x, slot, axis=2) for x in summaries))
-        return far, chosen >= 0, index
+        return summaries.at(jnp.maximum(chosen, 0)[:, None]), chosen >= 0, index
 
     def _with_newest(self, call, params, q, k, index: CsaIndex) -> CsaIndex:
         """The index with the newest position, and its query's choice."""

@@ -13,7 +13,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import visibility
 from reformax.ops.masking.padding import attend_to_tokens
-from reformax.ops.softmax import all_keys
+from reformax.ops.softmax import block_kernels
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.reference import reference_attention
 
@@ -48,7 +48,6 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
     _impls = ("cudnn", *KERNELS)
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         call = self._with_sinks(call, params, q.shape[2])
 
         @jax.checkpoint
@@ -61,4 +60,4 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
             arrays = q, *repeat_heads(q, k, v)
             return attend_to_tokens(functools.partial(attend, call.bias), *arrays, call.segment_ids)
 
-        return compute_by(self.impl, in_arrays, **all_keys.in_kernels(call, q, k, v))
+        return compute_by(self.impl, in_arrays, **block_kernels.of_all_keys(call, q, k, v))

@@ -37,21 +37,15 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
+    MAX_GROUP,
     KernelObstacles,
     choose_kernels,
     compute_by,
+    group_obstacles,
     kernel_obstacles,
 )
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    replace_in_memory,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.blocks import in_parts, newest_block
 from reformax.ops.indexing.gathered import KeyReader, KeysOfQueries, gathers
@@ -73,11 +67,8 @@ from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.numerics.precision import product
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
 from reformax.ops.sharding import queries as sharding
-from reformax.ops.softmax.dropout import dropout_mask, seed_at
+from reformax.ops.softmax.dropout import dropped_factors, seed_at
 from reformax.ops.softmax.online import masked_softmax, nonzero
-
-# The most query heads of a key head for which kernels read whole blocks.
-MAX_GROUP = 128
 
 
 @op
@@ -132,7 +123,6 @@ class dsa(IndexedChoice, AttentionOp):
     _of_choice = "top_k", "n_index_heads", "d_index", "index_loss", "indexer"
     _grouped = True
     _impls = KERNELS
-    _replace_value = staticmethod(replace_in_memory)
 
     @property
     def plan_needs(self):
@@ -146,7 +136,6 @@ class dsa(IndexedChoice, AttentionOp):
         return cache.chosen
 
     def _check(self) -> None:
-        """Raises `SettingError` for options of an indexer that is not there, or chooses nothing."""
         super()._check()
         if self.indexer.n_local >= self.top_k:
             n_local, top_k = self.indexer.n_local, self.top_k
@@ -193,8 +182,8 @@ class dsa(IndexedChoice, AttentionOp):
         if self.reuse:
             return no_queries(k).queries[:, :, 0]
         if self.indexer.block_size > 1:  # whose means are scored
-            return _index_keys(params, k)
-        return self.indexer.scored(_index_keys(params, k)[:, :, None], position)[:, :, 0]
+            return _projected_keys(params, k)
+        return self.indexer.scored(_projected_keys(params, k)[:, :, None], position)[:, :, 0]
 
     def _of_candidates(self, params) -> Any:
         """The weights of the indexer's candidates."""
@@ -203,7 +192,7 @@ class dsa(IndexedChoice, AttentionOp):
     def _plan(self, call, params, q, k) -> Int[Array, "B T K"]:
         """The positions that each query sees; the kernel returns them in order."""
         self._check_chooses()
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         keys = self._index_keys(params, k, position)
         keys, segment_ids = sharding.of_all(call.shard, (keys, call.segment_ids))
         n = keys.shape[1]
@@ -223,7 +212,7 @@ class dsa(IndexedChoice, AttentionOp):
     # Attention.
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         index = self._index_queries(params, q, position)
         gathered = k, v, self._index_keys(params, k, position), call.segment_ids
         k, v, index_keys, segment_ids = sharding.of_all(call.shard, gathered)
@@ -289,8 +278,7 @@ class dsa(IndexedChoice, AttentionOp):
         group, size = q.shape[2] // k.shape[2], self.indexer.block_size
         chosen, own = in_parts(plan, size)
         blocks = chosen[..., ::size] // size
-        rows = kernel_obstacles(q, k, v, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
-        by_block = rows.chip is None and group <= MAX_GROUP
+        by_block = group_obstacles(q, k, v).chip is None and group <= MAX_GROUP
         common = dict(group=group, dropout=call.dropout, logits=call.logits)
         sizes = kernel.block_sizes(size, blocks.shape[2], n_rows(q), by_block, **common)
         lists = own, blocks if by_block else chosen
@@ -311,7 +299,7 @@ class dsa(IndexedChoice, AttentionOp):
             x = of_keys(q, chosen, query, IndexQueries(*index))
             return self._attend_to_keys(call, x, position)
 
-        position = sharding.first_query(call.shard, length) + positions(length)
+        position = sharding.query_positions(call.shard, length)
         query_ids = sharding.of_shard(call.shard, ids, length)
         arrays = q, plan, query_ids, position, *index
         n_each = n_heads + self.n_index_heads + 1
@@ -326,14 +314,10 @@ class dsa(IndexedChoice, AttentionOp):
     ) -> tuple[Float[Array, "B Q N V"], Float[Array, "B Q"]]:
         """The output of a chunk of queries, which have a key head each, and their divergences."""
         weights = masked_softmax(x.logits, x.mask[:, None])
-        dropped_weights = weights
-        if call.seed is not None:
-            batch, head = (
-                y[..., None, None] for y in jnp.ogrid[: len(weights), : weights.shape[1]]
-            )
-            query, key = position[:, None, :, None], x.key[:, None]
-            kept = dropout_mask(call.seed, call.dropout, batch, head, query, key)
-            dropped_weights = weights * kept.astype(weights.dtype)
+        dropped = dropped_factors(
+            call, weights.shape[:2], position[:, None, :, None], x.key[:, None]
+        )
+        dropped = weights if dropped is None else weights * dropped.astype(weights.dtype)
         mean_weights, learnt = lax.stop_gradient(weights).mean(axis=1), x.mask
         if (size := self.indexer.block_size) > 1:  # what is seen in any case has no score
             block = x.key // size
@@ -341,7 +325,7 @@ class dsa(IndexedChoice, AttentionOp):
             mean_weights = jnp.where(learnt, mean_weights, 0)
             mean_weights /= nonzero(mean_weights.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
-        out = product(x.axes, dropped_weights, x.values, x.values.dtype)
+        out = product(x.axes, dropped, x.values, x.values.dtype)
         return out, divergence(found, mean_weights, learnt)
 
     def _some_losses(
@@ -350,7 +334,7 @@ class dsa(IndexedChoice, AttentionOp):
         """The divergences of some queries, which are reported, and the queries' ids."""
         length = q.shape[1]
         k, v = repeat_heads(q, k, v)
-        position = sharding.first_query(call.shard, length) + positions(length)
+        position = sharding.query_positions(call.shard, length)
         arrays = sharding.of_shard(call.shard, ids, length), q, plan, position, *index
         query_ids, *some = sharding.spread(call.shard, MEASURED, *lax.stop_gradient(arrays))
         keys = lax.stop_gradient((k, v[..., :1], ids, index_keys))
@@ -365,7 +349,6 @@ class dsa(IndexedChoice, AttentionOp):
         return by_chunks(divergence_of, n_each * plan.shape[2], query_ids, *some), query_ids
 
     def _init_cache(self, call, params, q, k, v, plan) -> DsaCache:
-        del plan
         memory = fill_ring(k, v, call.lengths, call.length)
         if self.reuse:
             return DsaCache(memory, (), ())
@@ -423,12 +406,11 @@ class dsa(IndexedChoice, AttentionOp):
             chosen, index = self.indexer.step(cache.index, new, call.position, self.top_k)
             cache = DsaCache(memory, index, chosen)
         chosen = chosen[:, None]  # [B, 1, K]
-        slot = jnp.maximum(chosen, 0)[..., None]
-        keys, values = (jnp.take_along_axis(x, slot, axis=2) for x in memory)
-        return attend_to(call, q, keys, values, chosen >= 0, self.impl), cache
+        seen = memory.at(jnp.maximum(chosen, 0))
+        return attend_to(call, q, *seen, chosen >= 0, self.impl), cache
 
 
-def _index_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:
+def _projected_keys(params, k: Float[Array, "B T G H"]) -> Float[Array, "B T D"]:
     k = clipped(k)
     weight = params["key"].astype(k.dtype)
     # The query heads of a key head read the same key.

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
     KERNELS,
     Interpret,
@@ -29,7 +30,7 @@ from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.softmax import all_keys, block_kernels, ring, tiles
+from reformax.ops.softmax import block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 
@@ -77,7 +78,6 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
         return ("heads",) if self.impl == "cudnn" or self.learned_sinks else ("heads", "sequence")
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         call = self._with_sinks(call, params, q.shape[2])
         block_sizes = self.query_block_size, self.key_block_size
         causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
@@ -89,7 +89,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
 
         def in_arrays() -> Float[Array, "B T N V"]:
             arrays = q, *repeat_heads(q, k, v)
-            tiling = _tiling(block_sizes, call.logits, dropout, causal, q, k)
+            tiling = _tiling(block_sizes, call, q, k)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
 
             def attend(q, k, v):
@@ -98,18 +98,11 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
 
             return attend_to_tokens(attend, *arrays, call.segment_ids)
 
-        return compute_by(self.impl, in_arrays, **all_keys.in_kernels(call, q, k, v))
+        return compute_by(self.impl, in_arrays, **block_kernels.of_all_keys(call, q, k, v))
 
 
-def _tiling(block_sizes, logits: Logits, dropout: float, causal: bool, q, k) -> tiles.Tiling:
-    query_size, key_size = (size or default_block_size(q) for size in block_sizes)
-    return tiles.Tiling(
-        query_size=min(query_size, q.shape[1]),
-        key_size=min(key_size, k.shape[1]),
-        causal=causal,
-        logits=logits.for_size(q.shape[-1]),
-        dropout=dropout,
-    )
+def _tiling(block_sizes, call: Call, q, k) -> tiles.Tiling:
+    return tiles.tiling_of(call, q, k, *(size or default_block_size(q) for size in block_sizes))
 
 
 class _FlashPieces(NamedTuple):
@@ -121,31 +114,32 @@ class _FlashPieces(NamedTuple):
     interpret: Interpret
 
     def forward(self, causal, q, k, v, segment_ids, seed):
-        k, v = repeat_heads(q, k, v)
+        x = BlockInputs(q, *repeat_heads(q, k, v), *segment_ids, seed)
         if self.interpret is not None:
-            layout, x = self._layout(causal, q, k), BlockInputs(q, k, v, *segment_ids, seed)
-            return block_kernels.kernels().forward(layout, x, interpret=self.interpret)
-        tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
-        every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+            kernels, layout = block_kernels.kernels(), self._layout(causal, x)
+            return kernels.forward(layout, x, interpret=self.interpret)
+        tiling, every = self._tiles(causal, x)
         return tuple(tiles.forward(tiling, x, every.by_query))
 
     def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
+        x = BlockInputs(q, k, v, *segment_ids, seed)
         if self.interpret is not None:
-            layout, x = self._layout(causal, q, k), BlockInputs(q, k, v, *segment_ids, seed)
-            backward = block_kernels.kernels().backward
-            dq, *of_keys = backward(layout, x, results, d_out, interpret=self.interpret)
+            kernels, layout = block_kernels.kernels(), self._layout(causal, x)
+            dq, *of_keys = kernels.backward(layout, x, results, d_out, interpret=self.interpret)
         else:
-            tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.TiledInputs(q, k, v, None, *segment_ids, seed)
-            every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+            tiling, every = self._tiles(causal, x)
             found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)
             dq, *of_keys = found[:3]
         return dq, *of_groups(tuple(of_keys))
 
-    def _layout(self, causal: bool, q, k) -> FullLayout:
-        return FullLayout(q.shape[1], k.shape[1], causal, self.dropout, self.logits)
+    def _layout(self, causal: bool, x: BlockInputs) -> FullLayout:
+        return FullLayout(x.q.shape[1], x.k.shape[1], causal, self.dropout, self.logits)
+
+    def _tiles(self, causal: bool, x: BlockInputs) -> tuple[tiles.Tiling, tiles.TilePlan]:
+        call = Call(causal=causal, logits=self.logits, dropout=self.dropout)
+        tiling = _tiling(self.block_sizes, call, x.q, x.k)
+        return tiling, tiles.every_tile(tiling, x.q.shape[1], x.k.shape[1])
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

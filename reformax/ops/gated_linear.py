@@ -19,12 +19,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.op_functions import (
-    Recurrence,
-    Span,
-    output_params,
-    output_projections,
-)
+from reformax.ops.recurrence.op_functions import Recurrence, Span, output_params, output_projections
 from reformax.ops.recurrence.short_convolution import conv_params
 from reformax.ops.recurrence.unit_length import scaled
 

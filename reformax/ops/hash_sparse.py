@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -33,7 +32,6 @@ from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.hashing.sorted_groups import SortedSequence
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import block_kernels, tiles
 from reformax.ops.softmax.block_lists import BlockInputs, SortedLayout
 from reformax.ops.softmax.dropout import dropped_self_values
@@ -90,13 +88,7 @@ class hash_sparse(AttentionOp):
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
 
-    @property
-    def never_sees_itself(self) -> bool:
-        return self.shared_qk and not self.attend_self_if_alone
-
     def _check(self) -> None:
-        """Raises `SettingError` for an odd number of buckets."""
-        super()._check()
         if self.n_buckets % 2:
             raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")
 
@@ -105,7 +97,6 @@ class hash_sparse(AttentionOp):
 
     def _plan(self, call, params, q, k) -> HashSparsePlan:
         """Both orders by segment, bucket and position."""
-        del params
         rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng, call.shard)
 
         def order(x: Float[Array, "B T N H"]) -> SortedSequence:
@@ -115,25 +106,24 @@ class hash_sparse(AttentionOp):
         return HashSparsePlan(order(q), None if self.shared_qk else order(k))
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        del params
         n_batch, length, n_heads, _ = q.shape
         causal, dropout, seed = call.causal, call.dropout, call.seed
-        k = length_normalize(q) if self.shared_qk else k
+        k = self.keys_of(q, k)
         queries, keys = plan.queries, plan.key_order
         sides = (q, queries), (k, keys), (v, keys)
-        x = [_in_order(x, order) for x, order in sides]
         flat = queries.folded(), keys.folded()
-        exclude_self = self.shared_qk
+        groups, orders = ([getattr(y, z) for y in flat] for z in ("group", "position"))
+        x = BlockInputs(*(_in_order(*side) for side in sides), *groups, seed, *orders)
+        options = dict(exclude_self=self.shared_qk, n_folded=n_heads)
 
         def in_arrays() -> Float[Array, "X T 1 V"]:
-            return _in_arrays(call, *x, *flat, exclude_self, n_heads)
+            tiling = tiles.tiling_of(call, x.q, x.k, TILE, TILE, **options)
+            visits = sorted_groups.visits(tiling[:2], causal, *flat)
+            return tiles.attend(tiles.forward, tiling, x, visits)
 
         def in_kernels(interpret: bool) -> Float[Array, "X T 1 V"]:
-            options = dict(exclude_self=exclude_self, n_folded=n_heads)
             layout = SortedLayout(length, length, causal, dropout, call.logits, **options)
-            groups, orders = ([getattr(y, z) for y in flat] for z in ("group", "position"))
-            inputs = BlockInputs(*x, *groups, seed, *orders)
-            return block_kernels.attend(layout, interpret, inputs)[0]
+            return block_kernels.kernels().attend(layout, interpret, x)[0]
 
         obstacles = kernel_obstacles(q, k, v, call.logits)
         out = compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
@@ -148,23 +138,20 @@ class hash_sparse(AttentionOp):
         return jnp.where(alone[..., None], dropped_self_values(v, dropout, seed), out)
 
     def _init_cache(self, call, params, q, k, v, plan) -> HashSparseCache:
-        del params, plan  # only orders, which decoding does not use
+        # Only orders, which decoding does not use.
         rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng)
         buckets = self._buckets(rotations, q if self.shared_qk else k)
-        keys = length_normalize(q) if self.shared_qk else k
         return HashSparseCache(
-            fill_ring(keys, v, call.lengths, call.length),
+            fill_ring(self.keys_of(q, k), v, call.lengths, call.length),
             jnp.pad(buckets, ((0, 0), (0, 0), (0, call.length - q.shape[1]))),
             SharedByBatch(rotations),
         )
 
     def _step(self, call, params, q, k, v, cache: HashSparseCache):
-        del params
         position, (memory, buckets, (rotations,)) = call.position, cache
         query_bucket = self._buckets(rotations, q)
         key_bucket = query_bucket if self.shared_qk else self._buckets(rotations, k)
-        keys = length_normalize(q) if self.shared_qk else k
-        memory = add_to_ring(memory, keys, v, position)
+        memory = add_to_ring(memory, self.keys_of(q, k), v, position)
         buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(key_bucket[..., 0])
         key = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
         newest = position[:, None, None]
@@ -173,33 +160,6 @@ class hash_sparse(AttentionOp):
         alone = v if self.attend_self_if_alone else None
         out = attend_to(call, q, *memory, mask, self.impl, alone)
         return out, HashSparseCache(memory, buckets, SharedByBatch(rotations))
-
-
-def _in_arrays(
-    call: Call,
-    q,
-    k,
-    v,
-    queries: SortedSequence,
-    keys: SortedSequence,
-    exclude_self: bool,
-    n_heads: int,
-) -> Float[Array, "X T 1 V"]:
-    """The op in array operations, tile by tile."""
-    size = min(TILE, q.shape[1])
-    tiling = tiles.Tiling(
-        query_size=size,
-        key_size=size,
-        causal=call.causal,
-        logits=call.logits.for_size(q.shape[-1]),
-        dropout=call.dropout,
-        exclude_self=exclude_self,
-        n_folded=n_heads,
-    )
-    groups, orders = (queries.group, keys.group), (queries.position, keys.position)
-    x = tiles.TiledInputs(q, k, v, None, *groups, call.seed, *orders)
-    visits = sorted_groups.visits((size, size), call.causal, queries, keys)
-    return tiles.attend(tiles.forward, tiling, x, visits)
 
 
 def _in_order(x: Float[Array, "B T N H"], order: SortedSequence) -> Float[Array, "X T 1 H"]:

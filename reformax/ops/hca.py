@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from reformax.declared import Count, Size, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.compressing.attention import grouped, last_position, merged, to_summaries
+from reformax.ops.calls.heads import grouped
+from reformax.ops.compressing.attention import last_position, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side
-from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
 from reformax.ops.numerics.rotary import RotaryBase
-from reformax.ops.sharding.queries import first_query
+from reformax.ops.sharding.queries import query_positions
 from reformax.ops.softmax.online import Softmax
 
 
@@ -66,7 +67,6 @@ class hca(Compressed, AttentionOp):
     shards = ("key heads", "queries")
 
     def _attend_to_summaries(self, call, params, q, summaries, near, plan, plain_q, plain_k):
-        del params, plan, plain_q, plain_k
         length, n_blocks = q.shape[1], summaries.keys.shape[1]
         block = jnp.arange(n_blocks, dtype=jnp.int32)
         keys = Side(last_position(block, self.block_size)[None, None], summaries.ids[:, None])
@@ -79,8 +79,8 @@ class hca(Compressed, AttentionOp):
             far = to_summaries(call, logits, *arrays, position)
             return merged(call, Softmax(*near), far).output()
 
-        q = grouped(q, summaries.keys.shape[2])
-        position = first_query(call.shard, length) + positions(length)
+        q = grouped(q, summaries.keys.shape[2], 2)
+        position = query_positions(call.shard, length)
         arrays = q, ids_or_ones(call.segment_ids, q), position, *near
         n_seen = q.shape[2] * q.shape[3] * (n_blocks + near.acc.shape[-1])
         return join_chunks(by_chunks(attend, n_seen, *arrays), length)

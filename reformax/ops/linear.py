@@ -69,7 +69,6 @@ class linear(Recurrence, AttentionOp):
         return tokens_only(out, call.segment_ids)
 
     def _inputs(self, params, q, k, v, extra_projections=None) -> RecurrenceInputs:
-        del params, extra_projections
         return RecurrenceInputs(_features(q), _features(k), v, None, None)
 
 

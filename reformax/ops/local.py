@@ -26,7 +26,6 @@ from reformax.ops.decoding.cache import KeyValues
 from reformax.ops.decoding.reading import add_all_to_ring
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.hashing import circle
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -149,11 +148,10 @@ class local(RingDecoding, AttentionOp):
         out = self._apply(call.but(**masks), params, *arrays, ())
         of_new = (call.position - first)[:, None] + jnp.arange(length)[None]
         out = jnp.take_along_axis(out, of_new[..., None, None], axis=1)
-        keys = length_normalize(q) if self.shared_qk else k
-        return out, add_all_to_ring(cache, keys, v, call.position, call.lengths), ()
+        new = self.keys_of(q, k), v
+        return out, add_all_to_ring(cache, *new, call.position, call.lengths), ()
 
     def _check(self) -> None:
-        """Raises `ValueError` for sizes out of range and options that exclude each other."""
         if self.wrap and self.window is not None:
             raise SettingError(f"wrap is True and window is {self.window}: leave one out")
         if self._chunks_reached > self.n_chunks_before:
@@ -164,7 +162,6 @@ class local(RingDecoding, AttentionOp):
             )
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, plan
         window, shared_qk, causal = self.window, self.shared_qk, call.causal
         if not causal and self._chunks_reached > self.n_chunks_after:
             raise SettingError(
@@ -200,9 +197,8 @@ class local(RingDecoding, AttentionOp):
             order = circle.sequence_in_a_circle(n_batch, n_heads, n_slots, sizes)
             if self.self_score is not None:
                 self_weight = circle.self_weight(self.self_score, order, sizes)
-        window, shared_qk = self.window, self.shared_qk
-        options = dict(causal=call.causal, shared_qk=shared_qk, window=window, dropout=call.dropout)
-        chunks = sizes.cut(length, circle=self.wrap, logits=call.logits, **options)
+        options = dict(shared_qk=self.shared_qk, window=self.window)
+        chunks = sizes.cut(call, length, circle=self.wrap, **options)
         masks = call.segment_ids, call.seed
         others = interpret, self_weight, call.lengths, mosaic
         return chunked_attention(q, k, v, chunks, order, *masks, *others)

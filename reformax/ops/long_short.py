@@ -34,10 +34,12 @@ from reformax.ops.decoding.cache import (
     attend_to,
     fill_ring,
     positions_by_slot,
+    seen_in_ring,
 )
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
+from reformax.ops.numerics.query_chunks import in_blocks, join_chunks, with_neighbours
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax import band
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
@@ -119,7 +121,6 @@ class long_short(AttentionOp):
         return params
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         segment_ids, causal = call.segment_ids, call.causal
         params = {
             name: of_heads(x, call.shard, q.shape[2], axis=1 if name.endswith("_norm") else 0)
@@ -178,13 +179,10 @@ class long_short(AttentionOp):
     def _window(self, params, q, k, v, real, causal: bool) -> WindowedBlocks:
         length = q.shape[1]
         size = min(self.window, length)
-        n_blocks, after = -(-length // size), 0 if causal else 1
+        n_blocks = -(-length // size)
 
         def windows(x):  # [B, T, ...] -> [B, C, M, ...]
-            pad = [(0, 0), (size, (n_blocks + after) * size - length)]
-            x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2))
-            x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-            return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
+            return with_neighbours(in_blocks(x, size), 1, 0 if causal else 1)
 
         keys, values = k, v
         if self.dual_norm:
@@ -252,7 +250,6 @@ class long_short(AttentionOp):
     # Decoding.
 
     def _init_cache(self, call, params, q, k, v, plan) -> LongShortCache:
-        del q, plan
         lengths, capacity = call.lengths, call.length
         rank, chunk_len = self.rank, min(self.chunk_len, capacity)
         ring = fill_ring(k, v, lengths, min(max(self.window, rank and chunk_len), capacity))
@@ -262,7 +259,7 @@ class long_short(AttentionOp):
         )
         far = KeyValues(*empty)
         if rank:
-            real = jnp.arange(k.shape[1])[None] < lengths[:, None]
+            real = tokens_before(lengths, k.shape[1])
             tokens = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
             found = self._mixtures(params, *tokens, real, chunk_len)
             far = KeyValues(
@@ -276,9 +273,7 @@ class long_short(AttentionOp):
     def _step(self, call, params, q, k, v, cache: LongShortCache) -> tuple[Any, LongShortCache]:
         position = call.position
         ring = add_to_ring(cache.ring, k, v, position)
-        held = positions_by_slot(position, ring.keys.shape[2])
-        rule = Visibility(causal=True, window=self.window)
-        mask = rule.sees(Side(position[:, None]), Side(held, exists=held >= 0))
+        mask = seen_in_ring(Visibility(causal=True, window=self.window), ring, position)
         near, far = ring, cache.mixtures
         if self.dual_norm:
             near = KeyValues(
@@ -288,21 +283,19 @@ class long_short(AttentionOp):
                 )
             )
         if self.rank:
-            far = self._with_newest(params, cache, ring, held, position)
+            far = self._with_newest(params, cache, ring, position)
             query_chunk = position[:, None] // self.chunk_len
             chunk = jnp.arange(far.keys.shape[2])[None] // self.rank
             seen = EARLIER_BLOCKS.sees(Side(query_chunk), Side(chunk))
             mask = jnp.concatenate([mask, seen], axis=1)
-            near = KeyValues(
-                *(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True))
-            )
+            near = near.joined(far)
         return attend_to(call, q, *near, mask[:, None], self.impl), LongShortCache(ring, far)
 
-    def _with_newest(self, params, cache: LongShortCache, ring, held, position) -> KeyValues:
+    def _with_newest(self, params, cache: LongShortCache, ring, position) -> KeyValues:
         """The mixtures with those of the newest chunk, of its tokens so far."""
         chunk = position // self.chunk_len
-        real = held >= (chunk * self.chunk_len)[:, None]
         n_slots = ring.keys.shape[2]
+        real = positions_by_slot(position, n_slots) >= (chunk * self.chunk_len)[:, None]
         tokens = (jnp.swapaxes(x, 1, 2) for x in ring)
         found = self._mixtures(params, *tokens, real, n_slots)
         row = jnp.arange(position.shape[0])[:, None]

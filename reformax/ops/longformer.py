@@ -108,7 +108,6 @@ class longformer(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, "B G"] | None:
         """The positions of global tokens, if there are any."""
-        del params, q, k
         return first_global(call.global_tokens, call.segment_ids, self.n_global)
 
     def _apply(self, call, params, q, k, v, plan) -> Array:
@@ -122,12 +121,10 @@ class longformer(AttentionOp):
         return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 
     def _init_cache(self, call, params, q, k, v, plan) -> band_cache.BandCache:
-        del params
         global_positions = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
         exists = global_positions < call.lengths[:, None]
         global_positions = jnp.where(exists, global_positions, NOWHERE)
         return band_cache.fill(call, self._bands(q.shape[2], True), k, v, global_positions)
 
     def _step(self, call, params, q, k, v, cache: band_cache.BandCache):
-        del params
         return band_cache.step(call, self._bands(q.shape[2], True), q, k, v, cache, self.impl)

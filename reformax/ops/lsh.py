@@ -141,10 +141,6 @@ class lsh(AttentionOp):
     _replace_value = staticmethod(replace_in_memory)
 
     @property
-    def never_sees_itself(self) -> bool:
-        return not self.attend_self_if_alone
-
-    @property
     def plan_needs(self) -> str:
         return "rng" if self.rotations is None else "inputs"
 
@@ -162,18 +158,11 @@ class lsh(AttentionOp):
         """The numbers of buckets and the rotations."""
         return AngularHashing.of(self.n_buckets, self.chunk_len, self.rotations)
 
-    @property
-    def _pad_multiple(self) -> int:
-        """A sequence of several chunks is padded to a multiple of this length."""
-        return self.chunk_len * (self.pad_chunks if self.wrap else 1)
-
     def _n_hashes_in(self, train: bool) -> int:
         """The number of hashes in training or at evaluation."""
         return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
 
     def _check(self) -> None:
-        """Raises `ValueError` for sizes out of range and options that exclude each other."""
-        super()._check()
         if self.wrap and self.count_once:
             raise SettingError("wrap is True and count_once is True: set count_once=False")
         factors = self._hashing.factors
@@ -212,7 +201,6 @@ class lsh(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The order by bucket of each hash; None where one chunk has all keys."""
-        del params, k
         one_chunk = q.shape[1] <= self.chunk_len
         if one_chunk and not self.strictly_causal:  # which hides keys of other buckets even there
             return None
@@ -223,7 +211,8 @@ class lsh(AttentionOp):
         rotations = self._hashing.rotations_for(vectors, length, n_hashes, call.rng, call.shard)
         buckets = hash_by(rotations, vectors, factors, self._impl_of_others)
         # Sort: by segment, bucket and position, padded to whole chunks.
-        n_pad = 0 if one_chunk else -q.shape[1] % self._pad_multiple
+        pad_multiple = self.chunk_len * (self.pad_chunks if self.wrap else 1)
+        n_pad = 0 if one_chunk else -q.shape[1] % pad_multiple
         order = sort_by_bucket(
             buckets, math.prod(factors), call.segment_ids, n_pad, call.one_segment
         )
@@ -237,14 +226,12 @@ class lsh(AttentionOp):
         """Softmax attention over the chunks of all hashes' orders."""
         # How the orders are cut, and which keys of the chunks in reach are hidden.
         chunking = self._chunks.cut(
+            call,
             q.shape[1],
             circle=self.wrap,
-            causal=call.causal,
             shared_qk=True,
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
-            dropout=call.dropout,
-            logits=call.logits,
         )
         interpret = self._choose_kernels(call, q, v)
         self_weight = None
@@ -261,7 +248,7 @@ class lsh(AttentionOp):
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
         """The cache after the first `call.lengths` positions of each row."""
-        del params, k, plan  # decoding keeps buckets, which a plan does not have
+        # Decoding keeps buckets, which a plan does not have.
         lengths, capacity, length = call.lengths, call.length, q.shape[1]
         factors, n_hashes = self._hashing.factors_for(capacity), self._n_hashes_in(call.train)
         rotations = self._hashing.rotations_for(q, capacity, n_hashes, call.rng)
@@ -280,7 +267,6 @@ class lsh(AttentionOp):
 
     def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
-        del params, k
         chosen = self._impl_of_others, kernel_obstacles(q, None, v)
         interpret = None if self.wrap else choose_kernels(*chosen)
         if interpret is None:

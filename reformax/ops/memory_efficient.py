@@ -21,13 +21,11 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
 
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.ring import RingDecoding
@@ -72,83 +70,52 @@ class memory_efficient(RingDecoding, AttentionOp):
     _impls = KERNELS
 
     def _apply(self, call, params, q, k, v, plan):
-        del params, plan
-        causal, bias = call.causal, call.bias
+        bias = call.bias
         k, v = repeat_heads(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]
         query_size = chunk_size(self.query_chunk_size, n_queries)
         key_size = chunk_size(self.key_chunk_size, n_keys)
-        tiling = tiles.Tiling(
-            query_size=query_size,
-            key_size=min(query_size, key_size) if causal else key_size,
-            causal=causal,
-            logits=call.logits.for_size(q.shape[-1]),
-            dropout=call.dropout,
-        )
+        # If causal, chunks of keys around the diagonal are no larger than those of queries.
+        small = min(query_size, key_size) if call.causal else key_size
+        tiling = tiles.tiling_of(call, q, k, query_size, small)
         obstacles = functools.partial(
             kernel_obstacles, q, k, v, call.logits, bias=None if bias is None else bias.shape
         )
         of_forward = obstacles(
-            dropout=call.dropout,
-            chunks=_uneven(tiling, key_size, n_queries, n_keys),
+            dropout=call.dropout, chunks=_uneven(tiling, key_size, n_queries, n_keys)
         )
-        passes = (choose_kernels(self.impl, found) for found in (of_forward, obstacles()))
-        return attend(call, tuple(passes), tiling, key_size, q, k, v)
-
-
-def attend(
-    call: Call,
-    passes: tuple[bool | None, bool | None],
-    tiling: tiles.Tiling,
-    key_chunk_size: int,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-) -> Float[Array, "B T N V"]:
-    """The attention, each pass by its implementation.
-
-    Args:
-      call: of the op.
-      passes: `choose_kernels` of the forward pass and of the gradient.
-      tiling: the chunks of queries; if causal, also those of keys around the diagonal.
-      key_chunk_size: keys in the other chunks.
-      q, k, v: queries, keys and values.
-    """
-    summary = tiles.tile_softmax
-    if passes[0] is not None:
-        summary = functools.partial(kernel_summary, passes[0])
-    forward_pass = functools.partial(forward, key_chunk_size, summary)
-    every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-    x = tiles.inputs(call, q, k, v)
-    if passes[1] is None:
-        return tiles.attend(forward_pass, tiling, x, every)
-    return _with_kernel_gradient(forward_pass, tiling, passes[1], x, every, call.seed)
+        of_passes = of_forward, obstacles()  # the forward pass and the gradient
+        forwards, backwards = (choose_kernels(self.impl, found) for found in of_passes)
+        summary = tiles.tile_softmax
+        if forwards is not None:
+            summary = functools.partial(kernel_summary, forwards)
+        forward_pass = functools.partial(forward, key_size, summary)
+        every, x = tiles.every_tile(tiling, n_queries, n_keys), tiles.inputs(call, q, k, v)
+        if backwards is None:
+            return tiles.attend(forward_pass, tiling, x, every)
+        return _with_kernel_gradient(forward_pass, tiling, backwards, x, every)
 
 
 @functools.partial(CustomDerivatives, n_static=3)
-def _with_kernel_gradient(forward_pass, tiling, interpret, x, every, seed):
+def _with_kernel_gradient(forward_pass, tiling, interpret, x, every):
     return forward_pass(tiling, x, every.by_query).out
 
 
-def _attend_forward(forward_pass, tiling, interpret, x, every, seed):
-    out = _with_kernel_gradient.function(
-        forward_pass, tiling, interpret, first_order(x), every, seed
-    )
-    return out, (x, seed)
+def _attend_forward(forward_pass, tiling, interpret, x, every):
+    return _with_kernel_gradient.function(forward_pass, tiling, interpret, first_order(x), every), x
 
 
-def _attend_backward(forward_pass, tiling, interpret, residuals, d_out):
+def _attend_backward(forward_pass, tiling, interpret, x, d_out):
     """The gradient of flash attention's kernels, which compute the rows' statistics again.
 
     Those of the summaries are of logits that another program has rounded.
     """
-    (x, seed), d_out = first_order((residuals, d_out))
+    x, d_out = first_order((x, d_out))
     layout = FullLayout(x.q.shape[1], x.k.shape[1], tiling.causal, tiling.dropout, tiling.logits)
-    inputs = BlockInputs(*x[:3], x.query_segment_ids, x.key_segment_ids, seed)
     kernel = block_kernels.kernels()
-    results = kernel.forward(layout, inputs, interpret=interpret)
-    gradients = kernel.backward(layout, inputs, results, d_out, interpret=interpret)
-    return tiles.TiledInputs(*gradients, None, None, None, None), None, None
+    results = kernel.forward(layout, x, interpret=interpret)
+    gradients = kernel.backward(layout, x, results, d_out, interpret=interpret)
+    return BlockInputs(*gradients, None, None, None), None
 
 
 def _attend_tangent(forward_pass, tiling, interpret, residuals, tangents):
@@ -175,7 +142,7 @@ def _uneven(
 
 
 def kernel_summary(
-    interpret: bool, tiling: tiles.Tiling, x: tiles.TiledInputs, group, queries, keys, q
+    interpret: bool, tiling: tiles.Tiling, x: BlockInputs, group, queries, keys, q
 ) -> Softmax:
     """`tiles.tile_softmax` by the kernel of block-sparse attention, to which the tile is all.
 
@@ -187,15 +154,14 @@ def kernel_summary(
         ids = ids_of(x.query_segment_ids, group, queries), ids_of(x.key_segment_ids, group, keys)
     layout = FullLayout(q.shape[1], k.shape[1], tiling.causal, 0.0, tiling.logits)
     x = BlockInputs(q, k, v, *ids, None)
-    out, row_max, row_sum = block_kernels.kernels().forward(layout, x, interpret=interpret)
-    return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
+    return Softmax.of_results(block_kernels.kernels().forward(layout, x, interpret=interpret))
 
 
 def forward(
     key_chunk_size: int,
     summary: Callable[..., Softmax],
     tiling: tiles.Tiling,
-    x: tiles.TiledInputs,
+    x: BlockInputs,
     visits: tiles.Visits,
 ) -> tiles.TiledResults:
     """`tiles.forward` by summaries of chunks of keys.

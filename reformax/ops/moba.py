@@ -26,28 +26,16 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
-    compute_by,
-    kernel_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, compute_by, group_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    replace_in_memory,
-)
-from reformax.ops.indexing.pooling import pooled_blocks
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
+from reformax.ops.indexing.blocks import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
-from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, positions, positions_in
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax
@@ -87,11 +75,9 @@ class moba(AttentionOp):
     chooses_keys = True
     _grouped = True
     _impls = KERNELS
-    _replace_value = staticmethod(replace_in_memory)
 
     def _plan(self, call, params, q, k) -> Int[Array, "B N T K-1"]:
         """The earlier blocks that each query chooses."""
-        del params
         q, k, segment_ids = lax.stop_gradient(q), lax.stop_gradient(k), call.segment_ids
         n_batch, length, n_heads, _ = q.shape
         ids = ids_or_ones(segment_ids, q)
@@ -109,26 +95,22 @@ class moba(AttentionOp):
             masks = () if segment_ids is None else (ids, block_ids)
             return kernel.choose_blocks(sizes, interpret, tokens_only(q, ids), means, *masks)
 
-        def best(queries):
-            q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
-            scores = _products(q, means)
-            q, k = (position // size)[None, :, None], jnp.arange(means.shape[1])[None, None]
-            allowed = EARLIER_BLOCKS.sees(Side(q, ids[..., None]), Side(k, block_ids[:, None]))
-            return best_of(scores, allowed[:, None], n_best)
+        def best(q, ids, position):  # [B, Q, N, H], [B, Q], [1, Q]
+            block = jnp.arange(means.shape[1])[None, None]
+            query = Side((position // size)[..., None], ids[..., None])
+            allowed = EARLIER_BLOCKS.sees(query, Side(block, block_ids[:, None]))
+            return best_of(_products(q, means), allowed[:, None], n_best)
 
         def in_arrays() -> Int[Array, "B N T K-1"]:
-            n_scored = min(SCORED_QUERIES, length)
-            queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
-            chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
-            chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
+            queries = tokens_only(q, ids), ids, positions(length)
+            chosen = by_chunks(best, 1, *queries, at_a_time=n_batch * SCORED_QUERIES)
             chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
             return chosen[:, :, :length]
 
-        obstacles = kernel_obstacles(q, k, None, most=NARROW_HEAD, small_row=SMALL_ROW // 2)
+        obstacles = group_obstacles(q, k, None)
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _apply(self, call, params, q, k, v, plan):
-        del params
         length, size = q.shape[1], min(self.block_size, q.shape[1])
 
         def in_arrays() -> Float[Array, "B T N V"]:
@@ -149,20 +131,16 @@ class moba(AttentionOp):
             x = kernel.MobaInputs(q, k, v, ids, call.seed, *lists)
             return kernel.attend(sizes, interpret, x)
 
-        obstacles = kernel_obstacles(
-            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2
-        )
+        obstacles = group_obstacles(q, k, v, call.logits)
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
 
     def _init_cache(self, call, params, q, k, v, plan) -> MobaCache:
-        del params, q, plan
         memory = fill_ring(k, v, call.lengths, call.length)  # zeros where there is no position yet
         keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
         blocks = in_blocks(keys, min(self.block_size, call.length))
         return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
     def _step(self, call, params, q, k, v, cache: MobaCache):
-        del params
         position = call.position
         memory = add_to_ring(cache.memory, k, v, position)
         capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
@@ -180,13 +158,11 @@ class moba(AttentionOp):
         chosen = best_of(scores, allowed, min(self.top_k, n_blocks) - 1)
         query_block = jnp.broadcast_to(query_block[:, None, None], (*chosen.shape[:2], 1))
         blocks = jnp.concatenate([query_block, chosen.astype(jnp.int32)], axis=-1)
-        key = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-        of_query = Side(position[:, None, None, None])
-        mask = CAUSAL.sees(of_query, Side(key, exists=key >= 0))
-        key = key.reshape(*key.shape[:2], -1)
+        key = positions_in(blocks, size)
+        mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
         row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
         keys, values = (x[row, head, jnp.clip(key, 0, capacity - 1)] for x in memory)
-        out = attend_to(call, q, keys, values, mask.reshape(key.shape), self.impl)
+        out = attend_to(call, q, keys, values, mask, self.impl)
         return out, MobaCache(memory, sums)
 
 
@@ -244,7 +220,7 @@ def _in_arrays(call: Call, tiles: ChosenTiles, size: int, q, k, v) -> Float[Arra
         return gather_rows(x, jnp.maximum(tiles.slot, 0))
 
     whole = Softmax(*map(pairs_by_query, parts)).merged(axis=3, where=tiles.slot >= 0)
-    return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
+    return whole.results(v.dtype)[0]
 
 
 def _by_tile(x: Array) -> Array:
@@ -256,7 +232,6 @@ def _tile(call: Call, queries, keys, q, k, v) -> Softmax:
     """The softmax of a tile's queries over its block.
 
     Args:
-      call: of the op.
       queries: the queries' positions, -1 for none, and their segments.
       keys: the block's index, and the segments of its keys.
       q, k, v: `[B, N, L, ...]`.

@@ -37,34 +37,33 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
+    MAX_GROUP,
     KernelObstacles,
     compute_by,
-    kernel_obstacles,
+    group_obstacles,
 )
+from reformax.ops.calls.heads import grouped
 from reformax.ops.compressing.overlapping import OverlappingSummaries, SummarySizes, init_weights
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    positions_by_slot,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.contiguous import first_of_segment
-from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.masks import ids_or_ones, tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
 from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, best_of
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
-from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.numerics.query_chunks import (
+    by_chunks,
+    in_blocks,
+    join_chunks,
+    positions,
+    positions_in,
+)
+from reformax.ops.softmax.dropout import dropped_factors
 from reformax.ops.softmax.gathered import gather_rows
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import masked_softmax
+from reformax.ops.softmax.online import masked_softmax, softmax_over
 
 # The largest sizes that the tiles of the kernels hold.
-KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
+KERNELS_HOLD = {"heads_of_a_key_head": MAX_GROUP, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
 @op
@@ -117,7 +116,6 @@ class nsa(AttentionOp):
     _impls = KERNELS
 
     def _check(self) -> None:
-        """Raises `SettingError` for options that do not fit together."""
         names = "mlp", "mean"
         if self.compression not in names:
             raise SettingError(
@@ -140,9 +138,7 @@ class nsa(AttentionOp):
             "blocks": -(-q.shape[1] // self.block_size),
         }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
-        return kernel_obstacles(
-            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
-        )
+        return group_obstacles(q, k, v, call.logits, **above)
 
     def _within(self, length: int) -> nsa:
         """The op with sizes up to `length` that compute the same function."""
@@ -152,13 +148,6 @@ class nsa(AttentionOp):
         if self.compression == "mean":  # the weights of "mlp" have the length of a summary
             span = min(span, (length // stride + 1) * stride)  # no summary is complete either
         return dataclasses.replace(self, compress_len=span, block_size=block_size)
-
-    @property
-    def _window_attention(self) -> AttentionOp:
-        """The attention of the window."""
-        return local.local(
-            chunk_len=self.window, n_chunks_before=1, window=self.window, impl=self.impl
-        )
 
     @property
     def _summaries(self) -> SummarySizes:
@@ -199,10 +188,7 @@ class nsa(AttentionOp):
         return at_strides.reshape(*weights.shape[:-1], n_blocks, per_block).sum(axis=-1)
 
     def _best_blocks(
-        self,
-        scores: Float[Array, "*d J"],
-        query_block: Int[Array, "*#d"],
-        first: Int[Array, "*#d"],
+        self, scores: Float[Array, "*d J"], query_block: Int[Array, "*#d"], first: Int[Array, "*#d"]
     ) -> Int[Array, "*d K"]:
         """The blocks with the highest scores from `first` to `query_block`; -1 is none.
 
@@ -268,7 +254,7 @@ class nsa(AttentionOp):
             return self._best_blocks(scores, *(x[:, None] for x in blocks))
 
         n_seen = summaries.keys.shape[1] * q.shape[2]
-        q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
+        q = grouped(q, n_kv, 2)
         chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
         return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[
             :, :, :length
@@ -281,7 +267,8 @@ class nsa(AttentionOp):
         summaries = fitted._summaries.of(params, k, v, ids_or_ones(call.segment_ids, q))
         selected, window = fitted._branch_projections(k, v, gates)
         window_call = call.but(causal=True, extra_projections=None)
-        in_window = fitted._window_attention.attend(window_call, (), q, *window)
+        sizes = dict(chunk_len=self.window, n_chunks_before=1, window=self.window)
+        in_window = local.local(**sizes, impl=self.impl).attend(window_call, (), q, *window)
         arrays = summaries, q, *selected, plan
         in_arrays = functools.partial(fitted._in_arrays, call, *arrays)
         in_kernels = functools.partial(fitted._in_kernels, call, *arrays)
@@ -307,13 +294,7 @@ class nsa(AttentionOp):
         ids = ids_or_ones(call.segment_ids, q)
         blocks = k, v, ids[:, :, None]
         blocks = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in blocks]  # [B, G or 1, J, L, ...]
-        head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
-        batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-
-        def dropout_factors(query, key):
-            if call.seed is None:
-                return None
-            return dropout_mask(call.seed, call.dropout, batch, head, query, key)
+        rows = n_batch, n_kv, n_heads // n_kv
 
         @jax.checkpoint  # the gradient computes the logits again instead of keeping them
         def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
@@ -324,15 +305,12 @@ class nsa(AttentionOp):
                 mask[:, None, None],
                 "bgmqc,bcgv->bgmqv",
                 summaries.values,
-                dropout_factors(query, summaries.last[None, None, None]),
+                dropped_factors(call, rows, query, summaries.last[None, None, None]),
             )
             chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
             block = jnp.maximum(chosen, 0)
             keys, values, key_ids = (_blocks_at(x, block) for x in blocks)  # [B, G, Q, K L, ...]
-            key = (
-                chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
-            )
-            key = key.reshape(*key.shape[:3], -1)
+            key = positions_in(chosen, size)
             of_query = Side(position[:, None, :, None], ids[:, None, :, None])
             mask = CAUSAL.sees(of_query, Side(key, key_ids, exists=key >= 0))
             selected = softmax_over(
@@ -340,7 +318,7 @@ class nsa(AttentionOp):
                 mask[:, :, None],
                 "bgmqk,bgqkv->bgmqv",
                 values,
-                dropout_factors(query, key[:, :, None]),
+                dropped_factors(call, rows, query, key[:, :, None]),
             )
             return tuple(jnp.moveaxis(x.output(), 3, 1) for x in (compressed, selected))
 
@@ -348,8 +326,7 @@ class nsa(AttentionOp):
         n_seen = n_heads * (summaries.keys.shape[1] + n_keys) + n_kv * n_keys * (
             k.shape[3] + v.shape[3]
         )
-        q_by_group = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-        arrays = q_by_group, ids, positions(length), jnp.swapaxes(plan, 1, 2)
+        arrays = grouped(q, n_kv, 2), ids, positions(length), jnp.swapaxes(plan, 1, 2)
         branches = by_chunks(attend, n_seen, *arrays)
         return tuple(join_chunks(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
@@ -361,23 +338,22 @@ class nsa(AttentionOp):
         from reformax.ops.kernels.triton.group_rows import GroupInputs
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
-        stride, span = self.compress_stride, self.compress_len
-        others = call.dropout, kernel.n_rows(q), call.logits
+        common = group, call.dropout, kernel.n_rows(q), call.logits
         ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-        sizes = kernel.NsaSizes(group, 0, 0, stride, span, *others)
+        sizes = dict(stride=self.compress_stride, span=self.compress_len)
+        sizes = kernel.NsaSizes(*common, **sizes)
         summary_ids = None if ids is None else summaries.ids
         x = GroupInputs(q, *summaries[:2], ids, summary_ids, call.seed)
         compressed = kernel.attend(sizes, interpret, x)
-        sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, *others)
+        sizes = kernel.NsaSizes(*common, block=size, n_selected=plan.shape[3])
         x = GroupInputs(q, k, v, ids, ids, call.seed, plan)
         return compressed, kernel.attend(sizes, interpret, x)
 
     def _init_cache(self, call, params, q, k, v, plan) -> NsaCache:
-        del q, plan
         lengths, capacity = call.lengths, call.length
         fitted = self._within(capacity)
         selected, window = fitted._branch_projections(k, v, call.extra_projections)
-        exists = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
+        exists = tokens_before(jnp.asarray(lengths), k.shape[1]).astype(jnp.int32)
         real = tokens_only(k, exists), tokens_only(v, exists)
         summaries = fitted._summaries.of(params, *real, exists)
         n = fitted._summaries.n(capacity)
@@ -402,15 +378,12 @@ class nsa(AttentionOp):
         newest = add_to_ring(cache.newest, k, v, position)
         summaries = fitted._summaries.with_newest(params, cache.summaries, newest, position)
         last = fitted._summaries.last(summaries.keys.shape[2])
-        of_query = Side(position[:, None])
-        seen = CAUSAL.sees(of_query, Side(last))[:, None]
-        position_held = positions_by_slot(position, window.keys.shape[2])
+        seen = CAUSAL.sees(Side(position[:, None]), Side(last))[:, None]
         near = Visibility(causal=True, window=fitted.window)
-        window_mask = near.sees(of_query, Side(position_held, exists=position_held >= 0))[:, None]
+        window_mask = seen_in_ring(near, window, position)[:, None]
         key = fitted._selected_positions(call, q, summaries.keys, seen, memory.keys.shape[2])
         mask = CAUSAL.sees(Side(position[:, None, None]), Side(key, exists=key >= 0))
-        index = jnp.clip(key, 0, memory.keys.shape[2] - 1)[..., None]
-        chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+        chosen = memory.at(jnp.clip(key, 0, memory.keys.shape[2] - 1))
         mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
         branches = [
             attend_to(call, q, *keys_and_values, mask, fitted.impl)
@@ -423,16 +396,13 @@ class nsa(AttentionOp):
         self, call: Call, q, summaries: Float[Array, "B G C H"], seen, capacity: int
     ) -> Int[Array, "B G K*L"]:
         """The positions of the blocks that the newest query selects."""
-        n_batch, n_kv = summaries.shape[:2]
-        heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
+        heads = grouped(q[:, 0], summaries.shape[1], 1)
         logits = call.logits.of("bgmh,bgch->bgmc", heads, summaries)
         weights = masked_softmax(logits, seen[:, None]).sum(axis=2)
         scores = self._block_scores(weights, -(-capacity // self.block_size))
         query_block = (call.position // self.block_size)[:, None]
         blocks = self._best_blocks(scores, query_block, jnp.zeros_like(query_block))
-        within = jnp.arange(self.block_size, dtype=jnp.int32)[None, None, None]
-        key = blocks[..., None] * self.block_size + within
-        return key.reshape(n_batch, n_kv, -1)
+        return positions_in(blocks, self.block_size)
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
@@ -452,16 +422,9 @@ def _blocks_at(x: Array, block: Int[Array, "B G Q K"]) -> Array:
 
 
 class NsaCache(NamedTuple):
-    """The branches' keys and values.
+    """The branches' keys and values."""
 
-    Attributes:
-      selected: all positions, of the selected branch.
-      window: the last positions, of the window.
-      newest: the last positions, from which the next summary is computed.
-      summaries: the summaries so far.
-    """
-
-    selected: KeyValues
-    window: KeyValues
-    newest: KeyValues
-    summaries: KeyValues
+    selected: KeyValues  # all positions, of the selected branch
+    window: KeyValues  # the last positions, of the window
+    newest: KeyValues  # the last positions, from which the next summary is computed
+    summaries: KeyValues  # the summaries so far

@@ -95,7 +95,10 @@ class nystromformer(AttentionOp):
         attend = flash.flash(impl=self.impl).attend
         # In float32 throughout: the pseudo-inverse amplifies rounding errors of the values.
         values = attend(of_landmarks, (), queries, k, v.astype(dtype), plan)
-        between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
+        # Weights between landmarks; zeros for landmarks without tokens.
+        has_tokens = groups.real.any(axis=-1)[:, None]
+        mask = has_tokens[..., None] & has_tokens[:, :, None]
+        between = masked_softmax(PLAIN.of("binh,bjnh->bnij", queries, keys), mask)
         inverse = pseudo_inverse(between, self.n_iterations)
         values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
         out = attend(to_landmarks, (), q, keys, values, plan)
@@ -105,15 +108,11 @@ class nystromformer(AttentionOp):
 
 
 class LandmarkGroups(NamedTuple):
-    """The tokens that each landmark is the mean of.
+    """The tokens that each landmark is the mean of."""
 
-    Attributes:
-      index: their positions, a row for each landmark; any position where `real` is False.
-      real: which entries belong to the group.
-    """
-
+    # Their positions, a row for each landmark; any position where `real` is False.
     index: Int[Array, "B M G"]
-    real: Bool[Array, "B M G"]
+    real: Bool[Array, "B M G"]  # which entries belong to the group
 
 
 def landmark_groups(
@@ -148,14 +147,6 @@ def segment_means(x: Float[Array, "B T N H"], groups: LandmarkGroups) -> Float[A
     real = real[..., None, None]
     total = jnp.sum(rows, axis=2, where=real)
     return total / jnp.maximum(jnp.sum(real, axis=2), 1).astype(total.dtype)
-
-
-def _softmax_of_landmarks(
-    queries: Float[Array, "B M N H"], keys: Float[Array, "B M N H"], real: Bool[Array, "#B M"]
-) -> Float[Array, "B N M M"]:
-    """Softmax attention weights between landmarks; zeros for landmarks without tokens."""
-    mask = real[:, None, :, None] & real[:, None, None, :]
-    return masked_softmax(PLAIN.of("binh,bjnh->bnij", queries, keys), mask)
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:

@@ -38,7 +38,7 @@ from reformax.ops.calls.dispatch import (
 )
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order, tokens_first
-from reformax.ops.masking.masks import segment_begins
+from reformax.ops.masking.masks import segment_begins, tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.precision import accum_dtype, product
@@ -125,7 +125,6 @@ class performer(AttentionOp):
             )
 
     def _init(self, rng, dims) -> Any:
-        del rng, dims
         return () if self.redraw is None else {"steps": Buffer(jnp.zeros(()))}
 
     def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
@@ -144,7 +143,6 @@ class performer(AttentionOp):
 
     def _plan(self, call, params, q, k) -> Int[Array, 2] | tuple[()]:
         """The key data of the features: two words, from which `directions` draws them."""
-        del q, k
         if self.plan_needs == "nothing":
             return ()
         if self.redraw is None:
@@ -229,10 +227,9 @@ class performer(AttentionOp):
         return PerformerCache(sums, jnp.zeros((*sizes, 1), dtype), SharedByBatch(()))
 
     def _apply_from(self, call, params, q, k, v, state: PerformerCache):
-        del params
         dtype, shape = v.dtype, q.shape[:2]
         order, (q, k, v), ids, lengths = tokens_first((q, k, v), call.segment_ids, shape)
-        real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+        real = tokens_before(lengths, shape[1])[..., None, None]
         queries, keys = self._features((), q, k)
         scale = jnp.where(real, keys.scale, -jnp.inf)  # padding writes and raises nothing
         largest, rise = running_max_from(lax.stop_gradient(scale), state.largest, ids)
@@ -249,8 +246,7 @@ class performer(AttentionOp):
     # Decoding.
 
     def _init_cache(self, call, params, q, k, v, plan) -> PerformerCache:
-        del params, q
-        real = (jnp.arange(k.shape[1])[None] < call.lengths[:, None])[..., None, None]
+        real = tokens_before(call.lengths, k.shape[1])[..., None, None]
         (keys,) = self._features(plan, jnp.where(real, k, 0))
         values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
         scale = jnp.where(real, keys.scale, -jnp.inf)
@@ -262,7 +258,6 @@ class performer(AttentionOp):
         )
 
     def _step(self, call, params, q, k, v, cache: PerformerCache) -> tuple[Any, PerformerCache]:
-        del call, params
         queries, keys = self._features(cache.plan.value, q, k)
         before = cache.largest
         largest = jnp.maximum(before, keys.scale[:, 0])

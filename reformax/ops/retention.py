@@ -17,11 +17,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.op_functions import (
-    Recurrence,
-    output_params,
-    output_projections,
-)
+from reformax.ops.recurrence.op_functions import Recurrence, output_params, output_projections
 from reformax.ops.recurrence.short_convolution import conv_params
 from reformax.ops.recurrence.unit_length import scaled
 
@@ -60,7 +56,6 @@ class retention(Recurrence, AttentionOp):
         return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
-        del extra_projections
         log_decay = jnp.asarray(params["rates"], accum_dtype(q.dtype))[None, None, :, None]
         log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
         return RecurrenceInputs(scaled(q), k, v, log_decay, None)

@@ -36,7 +36,6 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.best import with_nan_highest
-from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.block_lists import SortedLayout
@@ -101,10 +100,6 @@ class routing(AttentionOp):
     chooses_keys = True
     _impls = KERNELS
     _replace_value = staticmethod(replace_in_memory)
-
-    @property
-    def never_sees_itself(self) -> bool:
-        return self.shared_qk and not self.attend_self_if_alone
 
     def _width(self, length: int) -> int:
         """The most members that a cluster can have in a row of `length`."""
@@ -175,8 +170,7 @@ class routing(AttentionOp):
         moved = self._moved(lax.stop_gradient(centroids.value), vectors, token_mask)
         new_centroids = updated(centroids, moved)
 
-        keys = length_normalize(q) if self.shared_qk else k
-        q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
+        q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, self.keys_of(q, k), v))
         arrays = q, keys, values, plan
         in_arrays = functools.partial(self._in_arrays, call, *arrays)
         in_kernels = functools.partial(self._in_kernels, call, *arrays)
@@ -234,7 +228,6 @@ class routing(AttentionOp):
         """The softmax of a cluster's queries over its keys.
 
         Args:
-          call: of the op.
           query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
           q, k, v: `[B, N, W, ...]`.
         """
@@ -244,12 +237,10 @@ class routing(AttentionOp):
         return gathered_softmax(call, q, k, v, mask, (query, key))
 
     def _init_cache(self, call, params, q, k, v, plan) -> RoutingCache:
-        del plan
         n_free = ((0, 0),) * 3 + ((0, call.length - q.shape[1]),)
         queries = jnp.pad(_products(params, q), n_free)
         keys = queries if self.shared_qk else jnp.pad(_products(params, k), n_free)
-        rows = length_normalize(q) if self.shared_qk else k
-        memory = fill_ring(rows, v, call.lengths, call.length)
+        memory = fill_ring(self.keys_of(q, k), v, call.lengths, call.length)
         return RoutingCache(memory, queries, keys)
 
     def _step(self, call, params, q, k, v, cache: RoutingCache):
@@ -258,9 +249,7 @@ class routing(AttentionOp):
         keys = queries
         if not self.shared_qk:
             keys = cache.keys.at[row, :, :, position].set(_products(params, k)[..., 0])
-        memory = add_to_ring(
-            cache.memory, length_normalize(q) if self.shared_qk else k, v, position
-        )
+        memory = add_to_ring(cache.memory, self.keys_of(q, k), v, position)
         capacity = memory.keys.shape[2]
         newest = position[:, None, None, None]
         so_far = Side(jnp.arange(capacity)[None, None, None])
@@ -276,9 +265,8 @@ class routing(AttentionOp):
         if self.shared_qk:
             mask = mask & (seen != newest)
         index = seen.reshape(*seen.shape[:2], -1)
-        seen_rows = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
         alone = v if self.attend_self_if_alone else None
-        out = attend_to(call, q, *seen_rows, mask.reshape(index.shape), self.impl, alone)
+        out = attend_to(call, q, *memory.at(index), mask.reshape(index.shape), self.impl, alone)
         return out, RoutingCache(memory, queries, keys)
 
 

@@ -56,7 +56,6 @@ class sinks(AttentionOp):
         return self.n_sinks == 0
 
     def _apply(self, call, params, q, k, v, plan) -> Array:
-        del params, plan
         ids = call.segment_ids
         real = jnp.ones((1, q.shape[1]), bool) if ids is None else is_token(ids)
         sink_tokens = first_where(real, self.n_sinks) if self.n_sinks else None
@@ -64,13 +63,11 @@ class sinks(AttentionOp):
         return band.attend(call, bands, q, k, v, sink_tokens, self.impl)
 
     def _init_cache(self, call, params, q, k, v, plan) -> band_cache.BandCache:
-        del params, q, plan
         first: Int[Array, " G"] = jnp.arange(min(self.n_sinks, call.length))
         sink_tokens = jnp.tile(first[None], (len(k), 1))
         return band_cache.fill(call, self._bands, k, v, sink_tokens)
 
     def _step(self, call, params, q, k, v, cache: band_cache.BandCache):
-        del params
         return band_cache.step(call, self._bands, q, k, v, cache, self.impl)
 
     @property

@@ -44,7 +44,7 @@ from reformax.ops.kernels.triton import chosen_keys
 from reformax.ops.masking.masks import Tokens
 from reformax.ops.sharding import borders
 from reformax.ops.sharding.shard import Shard
-from reformax.ops.softmax import all_keys
+from reformax.ops.softmax import block_kernels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
@@ -381,7 +381,7 @@ def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_calls, monk
 
     run = jax.grad(loss, argnums=(0, 1), has_aux=True)
     want = jax.jit(run)(params, x, real)
-    calls = instead_of_cudnn(monkeypatch, all_keys)
+    calls = instead_of_cudnn(monkeypatch, block_kernels)
     mesh = mesh_lib.make(sizes)
     placed = jax.device_put((x, real), devices.over_tokens(mesh))
     assert_trees_close(jax.jit(devices.on(mesh, run))(params, *placed), want)

@@ -16,7 +16,7 @@ from reformax.models import (
     encoder,
 )
 from reformax.ops import dense, flash, gated_linear, local, longformer, lsh, shared_qk
-from reformax.ops.softmax import all_keys
+from reformax.ops.softmax import block_kernels
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 from tests.ops.cudnn import instead_of_cudnn
@@ -185,7 +185,7 @@ def test_cudnn_is_asked_and_told_the_lengths_of_rows(model_fn, options, monkeypa
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
     want = run()
-    calls = instead_of_cudnn(monkeypatch, all_keys)
+    calls = instead_of_cudnn(monkeypatch, block_kernels)
     got = run()
     assert calls
     assert_trees_close(got, want)

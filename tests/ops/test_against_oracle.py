@@ -16,7 +16,7 @@ from reformax import ops
 from reformax.ops import base, local, lsh
 from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import except_self, visibility
-from reformax.ops.softmax import chunk_layout
+from reformax.ops.numerics import row_blocks
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
@@ -409,7 +409,7 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
     segment_ids = random_segments(rng, 2, 13)
 
     def run(n_logits):
-        monkeypatch.setattr(chunk_layout, "LOGITS_IN_CACHE", n_logits)
+        monkeypatch.setattr(row_blocks, "LOGITS_IN_CACHE", n_logits)
         run = attend_and_differentiate(op, True, DROPOUT)
         args = x, None, segment_ids, jax.random.key(0), d_out
         return run.lower(*args).as_text(), run(*args)
@@ -424,5 +424,5 @@ def test_one_head_of_more_logits_than_a_cache_holds(monkeypatch):
     masks = dict(plan=(), segment_ids=None, causal=True, dropout=0.0, rng=None)
     attend = functools.partial(local.local(chunk_len=4).apply, (), q, k, v, **masks)
     want = jax.jit(lambda: attend())()
-    monkeypatch.setattr(chunk_layout, "LOGITS_IN_CACHE", 1)
+    monkeypatch.setattr(row_blocks, "LOGITS_IN_CACHE", 1)
     np.testing.assert_array_equal(jax.jit(lambda: attend())(), want)

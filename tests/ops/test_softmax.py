@@ -13,8 +13,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import parts_of
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.logits import PLAIN
 from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax, masked_softmax
+from reformax.ops.softmax.online import Softmax, masked_softmax, softmax_over
 from reformax.ops.softmax.orders import Chunking, UnsortedInputs
 
 

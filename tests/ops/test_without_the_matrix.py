@@ -12,6 +12,7 @@ from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
+from reformax.ops.numerics import row_blocks
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.sharding import array_calls
 from reformax.ops.softmax import cudnn, tiles
@@ -181,7 +182,7 @@ def test_a_few_heads_at_a_time(name, n_heads, monkeypatch):
     monkeypatch.setattr(array_calls, "_compiled", traced_anew)
 
     def run(n_logits):
-        monkeypatch.setattr(tiles, "LOGITS_IN_CACHE", n_logits)
+        monkeypatch.setattr(row_blocks, "LOGITS_IN_CACHE", n_logits)
 
         def attend(*inputs):
             *inputs, bias = inputs

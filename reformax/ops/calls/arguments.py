@@ -150,7 +150,6 @@ def check_heads(op, **given: int | None) -> None:
     """Raises `SettingError` for fewer heads than a layer of an op can have.
 
     Args:
-      op: the op.
       given: the numbers of heads, of those of keys and values, and of those of queries and keys, by
         the names of the layer's arguments. None: there are no fewer.
     """

@@ -21,6 +21,8 @@ ON_GPU = ("cudnn", "pallas", "mosaic")
 
 # A row of an attention kernel's tile must fit on the chip; some kernels hold narrow ones alone.
 MAX_HEAD_SIZE, NARROW_HEAD = 256, 128
+# The most query heads of a key head that are rows of one tile.
+MAX_GROUP = 128
 # Columns of a tile that products of 16-bit numbers read on Hopper.
 HOPPER_COLUMNS = 64
 
@@ -234,6 +236,14 @@ def kernel_obstacles(
     if divided_by is not None:
         option = f"sequences divided over the mesh axis {divided_by!r}"
     return KernelObstacles(option, _chip_obstacle(q, v, small_row, most))
+
+
+def group_obstacles(
+    q: Array, k: Array, v: Array | None, logits: Logits = PLAIN, **options: Any
+) -> KernelObstacles:
+    """`kernel_obstacles` of kernels whose tiles have the query heads of a key head as rows."""
+    sizes = dict(most=NARROW_HEAD, small_row=SMALL_ROW // 2)
+    return kernel_obstacles(q, k, v, logits, **sizes, **options)
 
 
 def mosaic_obstacles(

@@ -33,6 +33,11 @@ def repeat_to_values(x: Float[Array, "B T Q H"], v: Float[Array, "B T N V"]) -> 
     return x if n_values <= n else jnp.repeat(x, n_values // n, axis=2)
 
 
+def grouped(x: Array, n_kv_heads: int, axis: int) -> Array:
+    """The axis of query heads as two: the key heads, and the query heads of each."""
+    return x.reshape(*x.shape[:axis], n_kv_heads, -1, *x.shape[axis + 1 :])
+
+
 def splits_head_groups(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
     """Whether the query heads of one key head fall into several shards.
 

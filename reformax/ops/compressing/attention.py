@@ -14,15 +14,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
+from reformax.ops.calls.heads import grouped
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
+from reformax.ops.numerics.query_chunks import (
+    by_chunks,
+    in_blocks,
+    join_chunks,
+    positions,
+    with_neighbours,
+)
 from reformax.ops.sharding.borders import border
 from reformax.ops.sharding.queries import axis_of, first_query
-from reformax.ops.softmax.dropout import dropout_mask, seed_at
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.dropout import dropped_factors, seed_at
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 class Summaries(NamedTuple):
@@ -36,11 +42,6 @@ class Summaries(NamedTuple):
 def last_position(block: Int[Array, "*d"], size: int) -> Int[Array, "*d"]:
     """The last position of blocks, from which on their summaries are seen."""
     return block * size + (size - 1)
-
-
-def grouped(q: Float[Array, "B T N H"], n_kv: int) -> Float[Array, "B T G M H"]:
-    """The query heads of each key head."""
-    return q.reshape(*q.shape[:2], n_kv, -1, q.shape[-1])
 
 
 def to_window(call: Call, q, k, v, window: int) -> Softmax:
@@ -67,11 +68,6 @@ def _to_window(call: Call, q, k, v, window: int) -> Softmax:
     size = min(window, length)
     rule, ids = Visibility(call.causal, window), ids_or_ones(call.segment_ids, q)
 
-    def with_block_before(x):  # [B, T, ...] -> [B, C, 2 L, ...]
-        x = in_blocks(x, size)
-        before = jnp.pad(x[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.concatenate([before, x], axis=2)
-
     def attend(q, ids, query, k, v, key_ids, key):
         """Some blocks, and of each as many rows at a time as fit: a window may be long."""
         key = key[:, :, None]
@@ -82,12 +78,8 @@ def _to_window(call: Call, q, k, v, window: int) -> Softmax:
             q, ids, query = (jnp.swapaxes(x, 1, 2) for x in rows)  # [B, C, Q, ...]
             query = query[..., None]
             mask = rule.sees(Side(query, ids[..., None]), keys)
-            dropped = None
-            if call.seed is not None:
-                batch = jnp.arange(len(q), dtype=jnp.int32)[:, None, None, None, None, None]
-                head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, 1, n_kv, -1, 1, 1)
-                addresses = query[:, :, None, None], 2 * key[:, :, None, None]
-                dropped = dropout_mask(call.seed, call.dropout, batch, head, *addresses)
+            heads, addresses = q.shape[3:5], (query[:, :, None, None], 2 * key[:, :, None, None])
+            dropped = dropped_factors(call, (len(q), 1, *heads), *addresses)
             logits = call.logits.of("bclgmh,bckgh->bcgmlk", q, k)
             found = softmax_over(logits, mask[:, :, None, None], "bcgmlk,bckgv->bcgmlv", v, dropped)
             return [jnp.moveaxis(x, 4, 1) for x in found]
@@ -96,8 +88,9 @@ def _to_window(call: Call, q, k, v, window: int) -> Softmax:
         found = by_chunks(attend_rows, 2 * size * n_heads * q.shape[1], *rows)
         return [jnp.swapaxes(join_chunks(x, size), 1, 2) for x in found]
 
-    queries = [in_blocks(x, size) for x in (grouped(q, n_kv), ids, positions(length))]
-    keys = [with_block_before(x) for x in (k, v, ids, positions(length) + 1)]
+    queries = [in_blocks(x, size) for x in (grouped(q, n_kv, 2), ids, positions(length))]
+    keys = (k, v, ids, positions(length) + 1)
+    keys = [with_neighbours(in_blocks(x, size), 1, 0) for x in keys]
     keys[-1] = keys[-1] - 1  # -1 is none
     n_seen = 2 * size * (size * n_heads + n_kv * (k.shape[3] + v.shape[3]))
     found = by_chunks(attend, n_seen, *queries, *keys)
@@ -120,15 +113,9 @@ def to_summaries(
       call: of the op, which says what is dropped.
       logits, mask, axes, values: as in `softmax_over`.
       block: the numbers of the summaries, by which dropout is drawn.
-      query: the positions of the queries.
     """
-    dropped = None
-    if call.seed is not None:
-        n_batch, n_kv, n_each = logits.shape[:3]
-        batch = jnp.arange(n_batch, dtype=jnp.int32)[:, None, None, None, None]
-        head = jnp.arange(n_kv * n_each, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
-        addresses = query[:, None, None, :, None], 2 * block + 1
-        dropped = dropout_mask(call.seed, call.dropout, batch, head, *addresses)
+    addresses = query[:, None, None, :, None], 2 * block + 1
+    dropped = dropped_factors(call, logits.shape[:3], *addresses)
     found = softmax_over(logits, mask, axes, values, dropped)
     return Softmax(*(jnp.moveaxis(x, 3, 1) for x in found))
 
@@ -156,8 +143,6 @@ def in_kernels(
 
     Args:
       call: of the op, with its sinks.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v: queries, keys and values.
       summaries: of the blocks.
       sizes: the window, and the positions of a block.
       chosen: the numbers of the summaries that each query sees, -1 for none; None: it sees all of

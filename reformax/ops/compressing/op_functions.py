@@ -13,11 +13,10 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    NARROW_HEAD,
-    SMALL_ROW,
+    MAX_GROUP,
     KernelObstacles,
     compute_by,
-    kernel_obstacles,
+    group_obstacles,
 )
 from reformax.ops.compressing.attention import Summaries, in_kernels, to_window
 from reformax.ops.compressing.summaries import (
@@ -26,23 +25,14 @@ from reformax.ops.compressing.summaries import (
     newest_summary,
     summarize_shards,
 )
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    positions_by_slot,
-)
-from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
+from reformax.ops.masking.masks import ids_or_ones, tokens_before
+from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.query_chunks import in_blocks, positions
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.online import Softmax
-
-# The most query heads of a key head that a tile of the kernels holds.
-MAX_GROUP = 128
 
 
 class Compressed(LearnedSinks):
@@ -63,7 +53,6 @@ class Compressed(LearnedSinks):
     n_series = 1  # S: the blocks that a summary is over
 
     def _check(self) -> None:
-        """Raises `SettingError` for options that do not fit together."""
         if self.window < self.block_size:
             raise SettingError(
                 f"window is {self.window} and block_size {self.block_size}: expected a window of "
@@ -143,16 +132,13 @@ class Compressed(LearnedSinks):
         self, call: Call, q: Array, k: Array, v: Array | None, plan: Any = None, **above: Any
     ) -> KernelObstacles:
         """The obstacles of the kernels, and others by name; `plan` is None before there is one."""
-        del plan
         group = q.shape[2] // k.shape[2]
         above["heads_of_a_key_head"] = group if group > MAX_GROUP else None
         above["divided_by"] = sharding.axis_of(call.shard)
-        return kernel_obstacles(
-            q, k, v, call.logits, most=NARROW_HEAD, small_row=SMALL_ROW // 2, **above
-        )
+        return group_obstacles(q, k, v, call.logits, **above)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
-        position = sharding.first_query(call.shard, q.shape[1]) + positions(q.shape[1])
+        position = sharding.query_positions(call.shard, q.shape[1])
         call = self._with_sinks(call, params, q.shape[2])
         ids = sharding.of_all(call.shard, ids_or_ones(call.segment_ids, q))
         summaries = self._summaries(call, params, ids)
@@ -174,7 +160,6 @@ class Compressed(LearnedSinks):
         self, call: Call, params, q, k, v, summaries: Summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
         """The same in kernels. `q`, `k` and `v` are rotated by the op."""
-        del params, plan, plain_q, plain_k
         sizes = self.window, self.block_size
         return in_kernels(call, interpret, q, k, v, summaries, sizes)[0]
 
@@ -190,9 +175,8 @@ class Compressed(LearnedSinks):
     # Decoding. C is the number of blocks in the capacity.
 
     def _init_cache(self, call, params, q, k, v, plan) -> CompressedCache:
-        del plan
         lengths, capacity = jnp.asarray(call.lengths), call.length
-        ids = (positions(k.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        ids = tokens_before(lengths, k.shape[1]).astype(jnp.int32)
         _, keys, values = self._rotated_qkv(q, k, v, positions(k.shape[1]))
         found = jax.tree.map(self._held(capacity), self._summaries(call, params, ids)[:2])
         n_last = min(self.n_series * self.block_size, capacity)
@@ -215,7 +199,6 @@ class Compressed(LearnedSinks):
 
     def _index_cache(self, call: Call, params, k, ids) -> Any:
         """The part of the cache that `_choose_newest` reads."""
-        del call, params, k, ids
         return ()
 
     def _step(self, call, params, q, k, v, cache: CompressedCache):
@@ -241,12 +224,9 @@ class Compressed(LearnedSinks):
             )
         )
         far, seen, index = self._choose_newest(call, params, q, k, summaries, cache.index)
-        held = positions_by_slot(position, window.keys.shape[2])
-        rule = Visibility(causal=True, window=self.window)
-        near_mask = rule.sees(Side(at), Side(held, exists=held >= 0))
-        keys, values = (jnp.concatenate(x, axis=2) for x in zip(window, far, strict=True))
-        mask = jnp.concatenate([near_mask, seen], axis=1)[:, None]
-        out = attend_to(call, heads, keys, values, mask, self.impl)
+        near = seen_in_ring(Visibility(causal=True, window=self.window), window, position)
+        mask = jnp.concatenate([near, seen], axis=1)[:, None]
+        out = attend_to(call, heads, *window.joined(far), mask, self.impl)
         return self._output(out, at), CompressedCache(window, newest, summaries, index)
 
     def _completed(self, position: Int[Array, " B"], n_blocks: int) -> Int[Array, " B"]:
@@ -263,16 +243,9 @@ class Compressed(LearnedSinks):
 
 
 class CompressedCache(NamedTuple):
-    """The past of each row.
+    """The past of each row."""
 
-    Attributes:
-      window: the last keys and values.
-      newest: the last series, of which the next summary is made.
-      summaries: of all complete blocks.
-      index: what chooses among them.
-    """
-
-    window: KeyValues
-    newest: dict[str, KeyValues]
-    summaries: KeyValues
-    index: Any
+    window: KeyValues  # the last keys and values
+    newest: dict[str, KeyValues]  # the last series, of which the next summary is made
+    summaries: KeyValues  # of all complete blocks
+    index: Any  # what chooses among them

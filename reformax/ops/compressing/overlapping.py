@@ -18,17 +18,12 @@ from reformax.ops.numerics.precision import accum_dtype, product
 
 
 class OverlappingSummaries(NamedTuple):
-    """The compressed keys and values.
-
-    Attributes:
-      ids: the segment of all positions of a summary; 0 for several.
-      last: the last position of each summary.
-    """
+    """The compressed keys and values."""
 
     keys: Float[Array, "B C G H"]
     values: Float[Array, "B C G V"]
-    ids: Int[Array, "B C"]
-    last: Int[Array, "1 C"]
+    ids: Int[Array, "B C"]  # the segment of all positions of a summary; 0 for several
+    last: Int[Array, "1 C"]  # the last position of each summary
 
     def seen(self, ids: Int[Array, "B Q"], position: Int[Array, "#B Q"]) -> Bool[Array, "B Q C"]:
         """Which summaries queries see, by their segments and positions."""
@@ -84,19 +79,17 @@ class SummarySizes(NamedTuple):
         `newest` is a ring of the last positions.
         """
         steps_back = jnp.arange(self.span, dtype=jnp.int32)[None, ::-1]
-        key = position[:, None] - steps_back
-        slot = (key % newest.keys.shape[2])[:, None, :, None]
+        read = newest.at(((position[:, None] - steps_back) % newest.keys.shape[2])[:, None])
         number, remainder = jnp.divmod(position - (self.span - 1), self.stride)
         ends = (remainder == 0) & (number >= 0)
         number = jnp.where(ends, number, summaries.keys.shape[2])  # out of bounds: not written
         row = jnp.arange(position.shape[0])
 
-        def with_one(name: str, x: Array, held: Array) -> Array:
-            read = jnp.moveaxis(jnp.take_along_axis(held, slot, axis=2), 1, 2)[:, None]
-            made = _summary(dict(params).get(name), read)[:, 0]
+        def with_one(name: str, x: Array, read: Array) -> Array:
+            made = _summary(dict(params).get(name), jnp.moveaxis(read, 1, 2)[:, None])[:, 0]
             return x.at[row, :, number].set(made, mode="drop")
 
-        return KeyValues(*map(with_one, "kv", summaries, newest))
+        return KeyValues(*map(with_one, "kv", summaries, read))
 
 
 def init_weights(rng: PRNGKeyArray, span: int, size: int) -> dict[str, Array]:

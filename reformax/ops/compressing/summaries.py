@@ -42,10 +42,7 @@ class Series(NamedTuple):
 
 def init_weights(size: int, n_series: int, n_features: int) -> dict[str, Array]:
     """The weights of summaries, by which gates of zeros make normalised means."""
-    return {
-        "positions": jnp.zeros((size, n_series, n_features)),
-        "norm": jnp.ones(n_features),
-    }
+    return {"positions": jnp.zeros((size, n_series, n_features)), "norm": jnp.ones(n_features)}
 
 
 def summarize(
@@ -78,11 +75,7 @@ def summarize(
 
 
 def summarize_shards(
-    params: dict[str, Any],
-    x: Series,
-    ids: Int[Array, "B T"],
-    size: int,
-    shard: Shard | None,
+    params: dict[str, Any], x: Series, ids: Int[Array, "B T"], size: int, shard: Shard | None
 ) -> Float[Array, "B C G F"]:
     """`summarize` where devices have shards of a sequence; `x` is the device's, `ids` all of them.
 
@@ -117,8 +110,7 @@ def newest_summary(
     """The summary of the block that ends at `position`, from a ring of the last series."""
     n = size * params["positions"].shape[1]
     at = position[:, None] - jnp.arange(n, dtype=jnp.int32)[None, ::-1]
-    slot = (at % ring.keys.shape[2])[:, None, :, None]
-    each = (jnp.swapaxes(jnp.take_along_axis(x, slot, axis=2), 1, 2) for x in ring)
+    each = (jnp.swapaxes(x, 1, 2) for x in ring.at((at % ring.keys.shape[2])[:, None]))
     return summarize(params, Series(*each), (at >= 0).astype(jnp.int32), size)[:, -1]
 
 

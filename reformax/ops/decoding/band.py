@@ -8,13 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.decoding.cache import (
-    KeyValues,
-    add_to_ring,
-    attend_to,
-    fill_ring,
-    positions_by_slot,
-)
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.bands import outside_band, rows_at
 from reformax.ops.masking.visibility import Side, Visibility
 
@@ -56,12 +50,9 @@ def step(
             for x, new in zip(cache.global_rows, (k, v), strict=True)
         )
     )
-    in_ring = positions_by_slot(position, ring.keys.shape[2])
     newest, masks = Side(position[:, None]), []
     for band in bands:
-        near = band.sees(newest, Side(in_ring, exists=in_ring >= 0))
         far = outside_band(band, newest, Side(of_global))
-        masks.append(jnp.concatenate([near, far], axis=1))
-    both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, global_rows, strict=True))
-    new = BandCache(ring, global_rows, of_global)
-    return attend_to(call, q, *both, jnp.stack(masks, axis=1), impl), new
+        masks.append(jnp.concatenate([seen_in_ring(band, ring, position), far], axis=1))
+    mask, new = jnp.stack(masks, axis=1), BandCache(ring, global_rows, of_global)
+    return attend_to(call, q, *ring.joined(global_rows), mask, impl), new

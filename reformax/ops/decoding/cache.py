@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import Interpret, choose_kernels, kernel_obstacles
+from reformax.ops.calls.heads import grouped
+from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 # The most keys and rows for which "auto" takes the kernel, in which one program reads all keys of a
 # head.
@@ -28,6 +29,14 @@ class KeyValues(NamedTuple):
 
     keys: Float[Array, "B N S H"]
     values: Float[Array, "B N S V"]
+
+    def at(self, slot: Int[Array, "#B #N K"]) -> KeyValues:
+        """Those in some slots, `[B, N, K, ...]`."""
+        return KeyValues(*(jnp.take_along_axis(x, slot[..., None], axis=2) for x in self))
+
+    def joined(self, others: KeyValues) -> KeyValues:
+        """These and then others of the same rows and heads."""
+        return KeyValues(*(jnp.concatenate(x, axis=2) for x in zip(self, others, strict=True)))
 
 
 class SharedByBatch(NamedTuple):
@@ -57,10 +66,7 @@ def where_rows(mask: Bool[Array, " B"], cache: Any, other: Any) -> Any:
 
 
 def fill_ring(
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
-    lengths: Int[Array, " B"],
-    n_slots: int,
+    k: Float[Array, "B T N H"], v: Float[Array, "B T N V"], lengths: Int[Array, " B"], n_slots: int
 ) -> KeyValues:
     """The ring after each row's first `lengths` positions."""
     positions = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]
@@ -109,6 +115,14 @@ def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]
     return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
 
 
+def seen_in_ring(
+    rule: Visibility, ring: KeyValues, position: Int[Array, " B"]
+) -> Bool[Array, "B S"]:
+    """Which slots of a ring with the newest `position` the query there sees."""
+    held = positions_by_slot(position, ring.keys.shape[2])
+    return rule.sees(Side(position[:, None]), Side(held, exists=held >= 0))
+
+
 def attend_to(
     call: Call,
     q: Float[Array, "B 1 N H"],
@@ -125,7 +139,6 @@ def attend_to(
 
     Args:
       call: of the op, which says how logits are made.
-      q: the queries.
       keys, values: the cache's.
       mask: which keys a query sees; as integers 1 or 0.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
@@ -153,13 +166,14 @@ def attend_to(
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
     dtype = accum_dtype(q.dtype, values.dtype)
-    heads = grouped(q[:, 0], keys).astype(dtype)
-    bias = None if bias is None else grouped(bias, keys)
+    n_kv = keys.shape[1]
+    heads = grouped(q[:, 0], n_kv, 1).astype(dtype)
+    bias = None if bias is None else grouped(bias, n_kv, 1)
     logits = call.logits.of("bgmh,bgkh->bgmk", heads, keys.astype(dtype), bias)
-    mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
+    mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, n_kv, 1)
     whole = softmax_over(logits, mask, "bgmk,bgkv->bgmv", values)
     if call.sinks is not None:
-        whole = whole.with_sinks(call.sinks.reshape(keys.shape[1], -1))
+        whole = whole.with_sinks(grouped(call.sinks, n_kv, 0))
     return _output(whole, alone, q).astype(values.dtype)
 
 
@@ -195,8 +209,6 @@ def add_and_attend(
     """`add_to_ring`, then `attend_to`: the output and the ring. A kernel does both at once.
 
     Args:
-      call: of the op.
-      q: the queries.
       ring: the keys and values of earlier positions.
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.
@@ -212,11 +224,6 @@ def add_and_attend(
     options |= dict(logits=call.logits, new=added, sinks=call.sinks)
     out, ring = kernel.attend(q, *ring, mask, interpret, **options)
     return out, KeyValues(*ring)
-
-
-def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
-    """`[B, N, ...]` as `[B, G, N / G, ...]`: the query heads of each key head."""
-    return x.reshape(x.shape[0], keys.shape[1], -1, *x.shape[2:])
 
 
 def attend_among(
@@ -235,7 +242,7 @@ def attend_among(
     `origins` are hidden. No beam's cache is copied.
     """
     n_searches, size, n_slots = origins.shape
-    heads = grouped(q[:, 0], keys)
+    heads = grouped(q[:, 0], keys.shape[1], 1)
 
     def split(x):
         return x.reshape(n_searches, size, *x.shape[1:])

@@ -22,13 +22,13 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.heads import grouped, repeat_heads
 from reformax.ops.decoding.cache import KeyValues, where_rows
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
 from reformax.ops.softmax import tiles
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.block_lists import BlockInputs
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 # Slots of a slab, and bytes of a bias between all queries and a slab.
 SLAB, BIAS_BYTES = 4096, 2**26
@@ -137,7 +137,6 @@ def attend_to_ring(
 
     Args:
       call: of the op, with the first `position` of each row and the `lengths` of rows.
-      q: the queries.
       ring: keys and values, the queries' own too.
       exclude_self: whether a key is hidden from the query of its own position too.
       alone: the outputs of queries that see no key; None is zeros.
@@ -172,9 +171,8 @@ def attend_to_ring(
         bias = None if call.bias is None else call.bias(at, position)
         new = jnp.broadcast_to(slot >= number * size, position.shape).astype(jnp.int32)
         ids = jnp.ones_like(at), new
-        x = tiles.TiledInputs(q, k, v, bias, *ids, None, query_order=at, key_order=position)
-        out, row_max, row_sum = tiles.forward(tiling, x, every)
-        return state.merge(Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum))
+        x = BlockInputs(q, k, v, *ids, None, at, position, bias=bias)
+        return state.merge(Softmax.of_results(tiles.forward(tiling, x, every)))
 
     state = Softmax.empty((n_batch, n_heads, length), ring.values.shape[3], dtype)
     state = devices.varying_as((q, ring), state)
@@ -210,7 +208,7 @@ def attend_to_chosen(
         held = (chosen >= 0) & (chosen % n == i)
         slot = jnp.where(held, chosen // n, 0)
         keys, values = (jax.vmap(lambda x, at: x[:, at])(x, slot) for x in ring)
-        heads = q.reshape(*q.shape[:2], keys.shape[1], -1, q.shape[3]).astype(dtype)
+        heads = grouped(q, keys.shape[1], 2).astype(dtype)
         logits = call.logits.of("bqgmh,bgqkh->bgmqk", heads, keys.astype(dtype))
         found = softmax_over(logits, held[:, None, None], "bgmqk,bgqkv->bgmqv", values)
         return [jnp.moveaxis(x, 3, 1) for x in found]
@@ -220,7 +218,7 @@ def attend_to_chosen(
     rows = (x.reshape(n_batch, length, n_heads, *x.shape[4:]) for x in found)
     state = Softmax(*(jnp.swapaxes(x, 1, 2) for x in rows))
     state = state if axis is None else _merged_over(axis, state)
-    return jnp.swapaxes(state.output(), 1, 2).astype(ring.values.dtype)
+    return state.results(ring.values.dtype)[0]
 
 
 def _merged_over(axis: str, state: Softmax) -> Softmax:

@@ -17,7 +17,6 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_ring, put_all
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.normalization import length_normalize
 
 
 class RingDecoding:
@@ -33,8 +32,6 @@ class RingDecoding:
 
     decoding = "beams"
     divides_cache = True
-    # An option that not all of these ops have.
-    attend_self_if_alone: bool = True
 
     def _n_slots(self, capacity: int) -> int:
         """The number of positions that the ring holds."""
@@ -42,19 +39,15 @@ class RingDecoding:
 
     def _first_key(self, position: Int[Array, "B 1"]) -> Int[Array, "B 1"] | int:
         """The first position that a query at `position` sees."""
-        del position
         return 0
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> KeyValues:
-        del params, plan
-        keys = length_normalize(q) if self.shared_qk else k
-        return fill_ring(keys, v, call.lengths, self._n_slots(call.length))
+        return fill_ring(self.keys_of(q, k), v, call.lengths, self._n_slots(call.length))
 
     def _read_on(self, call: Call, params, q, k, v, cache: KeyValues):
-        del params
         axis = None if call.shard is None else call.shard.axis
-        keys = length_normalize(q) if self.shared_qk else k
-        cache = add_all_to_ring(cache, keys, v, call.position, call.lengths, axis)
+        new = self.keys_of(q, k), v
+        cache = add_all_to_ring(cache, *new, call.position, call.lengths, axis)
         alone = v if self.shared_qk and self.attend_self_if_alone else None
         return attend_to_ring(call, q, cache, self.shared_qk, alone, axis), cache, ()
 
@@ -67,7 +60,7 @@ class RingDecoding:
         position, origins = call.position, call.origins
         # These have no kernel for one query.
         impl = "auto" if self.impl in ("cudnn", "mosaic") else self.impl
-        new = KeyValues(length_normalize(q) if self.shared_qk else k, v)
+        new = KeyValues(self.keys_of(q, k), v)
         newest = position[:, None]
         in_ring = positions_by_slot(position, cache.keys.shape[2])
         held = in_ring >= jnp.maximum(self._first_key(newest), 0)

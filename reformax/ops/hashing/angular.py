@@ -52,17 +52,12 @@ def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
 
 
 class AngularHashing(NamedTuple):
-    """The number of buckets and the rotations.
+    """The number of buckets and the rotations."""
 
-    Attributes:
-      factors: even factors of the number of buckets; None: about two buckets a chunk.
-      chunk_len: the length of a chunk.
-      rotations: the rotations; None draws them from an rng.
-    """
-
+    # Even factors of the number of buckets; None: about two buckets a chunk.
     factors: tuple[int, ...] | None
-    chunk_len: int
-    rotations: Float[ArrayLike, "N H R F"] | None
+    chunk_len: int  # the length of a chunk
+    rotations: Float[ArrayLike, "N H R F"] | None  # the rotations; None draws them from an rng
 
     @classmethod
     def of(
@@ -87,18 +82,26 @@ class AngularHashing(NamedTuple):
         rng: PRNGKeyArray | None,
         shard: Shard | None = None,
     ) -> Float[Array, "N H R F"]:
-        """The rotations of the first `n_hashes` hashes, given or drawn."""
-        factors = self.factors_for(length)
+        """The rotations of the first `n_hashes` hashes, given or drawn.
+
+        Raises:
+          ValueError: the vectors need given rotations of another shape.
+        """
+        factors, n_heads = self.factors_for(length), vectors.shape[2]
         if self.rotations is None:
             return draw_rotations(vectors, factors, n_hashes, rng, shard)
-        return check_rotations(self.rotations, vectors, factors, n_hashes, shard)
+        given = jnp.asarray(self.rotations, jnp.float32)[:, :, :n_hashes]
+        shape = all_heads(shard, n_heads), vectors.shape[3], n_hashes, sum(factors) // 2
+        if given.shape != shape:
+            raise ValueError(
+                f"rotations have shape {given.shape}: expected {shape}, [heads, head size, hashes, "
+                "half the sum of the factors of n_buckets]"
+            )
+        return of_heads(given, shard, n_heads)
 
 
 def hash_vectors(
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    n_hashes: int,
-    rng: PRNGKeyArray,
+    vectors: Float[Array, "B T N H"], factors: Sequence[int], n_hashes: int, rng: PRNGKeyArray
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 
@@ -108,7 +111,6 @@ def hash_vectors(
       vectors: the vectors to hash; only their directions matter.
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       n_hashes: R.
-      rng: the source of the rotations.
     """
     return hash_by(draw_rotations(vectors, factors, n_hashes, rng), vectors, factors, "xla")
 
@@ -124,25 +126,6 @@ def draw_rotations(
     n_heads, size = vectors.shape[2:]
     shape = all_heads(shard, n_heads), size, n_hashes, sum(factors) // 2
     return of_heads(jax.random.normal(rng, shape, jnp.float32), shard, n_heads)
-
-
-def check_rotations(
-    rotations: Float[ArrayLike, "N H R F"],
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    n_hashes: int,
-    shard: Shard | None = None,
-) -> Float[Array, "N H R F"]:
-    """The first `n_hashes` of given rotations; `ValueError` if the vectors need another shape."""
-    n_heads, size = vectors.shape[2:]
-    shape = (all_heads(shard, n_heads), size, n_hashes, sum(factors) // 2)
-    given = jnp.asarray(rotations, jnp.float32)[:, :, :n_hashes]
-    if given.shape != shape:
-        raise ValueError(
-            f"rotations have shape {given.shape}: expected {shape}, [heads, head size, hashes, "
-            "half the sum of the factors of n_buckets]"
-        )
-    return of_heads(given, shard, n_heads)
 
 
 def hash_by(

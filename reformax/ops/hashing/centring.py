@@ -85,16 +85,13 @@ def _before(
 
 
 def sums_before(
-    x: Float[Array, "B T F"],
-    ids: Int[Array, "B T"],
-    sought: Int[Array, "B T"] | None = None,
+    x: Float[Array, "B T F"], ids: Int[Array, "B T"], sought: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T F"]:
     """The sum of the earlier vectors with the id that each position seeks.
 
     Sums are float32, or float64 for float64. Equal ids are contiguous.
 
     Args:
-      x: the vectors.
       ids: the id of each vector.
       sought: the id that each position seeks, its own or the previous one; None: its own.
     """

@@ -80,7 +80,6 @@ def sees_no_key(
     Args:
       queries: the order of the queries.
       keys: the order of the keys; None: queries are the keys, and none sees itself.
-      causal: whether later keys are hidden.
     """
     if keys is None:
         same = queries.group[..., 1:] == queries.group[..., :-1]
@@ -102,7 +101,6 @@ def visits(
 
     Args:
       sizes: the numbers of queries and of keys of a tile.
-      causal: whether later keys are hidden.
       queries, keys: the orders, [X, T].
     """
     query_size, key_size = sizes

@@ -38,7 +38,9 @@ def sort_by_bucket(
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
     n_buckets += n_pad > 0
     if segment_ids is not None:
-        segment_ids = _last_if_padding(segment_ids, n_pad)
+        segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
+        last = jnp.iinfo(jnp.int32).max
+        segment_ids = jnp.where(is_token(segment_ids), segment_ids, last)  # padding is last
     most = n_buckets if segment_ids is None else max(n_buckets, length)
     if jax.default_backend() == "gpu" and n_rows * most <= 2**32:
         order = _sort_as_one_row(buckets, n_buckets)
@@ -86,12 +88,6 @@ def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"
     if n_rows * n_keys <= 2**16:  # a pass sorts by 8 bits: two passes instead of four
         keys = keys.astype(jnp.uint16)
     return lax.sort((keys, position), num_keys=1, is_stable=True)[-1].reshape(shape)
-
-
-def _last_if_padding(segment_ids: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
-    """Segment ids to sort by, of a sequence padded by `n_pad`. Padding is last."""
-    segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
-    return jnp.where(is_token(segment_ids), segment_ids, jnp.iinfo(jnp.int32).max)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:

@@ -1,4 +1,4 @@
-"""Blocks of positions as what a query chooses: those that are complete up to it.
+"""Blocks of positions as what a query chooses: their mean keys, and those complete up to a query.
 
 Letters besides those of `reformax.ops.base`: C blocks of `size` positions, Q queries of a chunk, K
 chosen blocks, or their positions.
@@ -13,9 +13,23 @@ from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores
 from reformax.ops.indexing.streaming import best_keys
-from reformax.ops.masking.visibility import CAUSAL, Side
+from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.precision import IndexDtype
+from reformax.ops.numerics.precision import IndexDtype, accum_dtype
+from reformax.ops.numerics.query_chunks import in_blocks, positions_in
+
+
+def pooled_blocks(
+    k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
+) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
+    """The segment of each block's last token, and the mean of the block's keys of that segment."""
+    keys, ids = in_blocks(k.astype(accum_dtype(k.dtype)), size), in_blocks(ids, size)
+    last = jnp.max(jnp.where(is_token(ids), jnp.arange(ids.shape[2])[None, None], 0), axis=2)
+    block_ids = jnp.take_along_axis(ids, last[..., None], axis=2)
+    included = Visibility().sees(Side(None, block_ids), Side(None, ids))
+    count = jnp.maximum(included.sum(axis=2), 1).astype(keys.dtype)
+    key_sum = jnp.where(included[..., None, None], keys, 0).sum(axis=2)
+    return block_ids[..., 0], key_sum / count[..., None, None]
 
 
 def newest_block(position: Int[Array, "*d"], size: int) -> Int[Array, "*d"]:
@@ -79,12 +93,11 @@ def positions_of(
     blocks: Int[Array, "B Q C"], position: Int[Array, "#B Q"], size: int
 ) -> Int[Array, "B Q K"]:
     """The positions of chosen blocks, and of each query's own one if it is not complete."""
-    within = jnp.arange(size, dtype=jnp.int32)
-    chosen = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * size + within)
-    own = (newest_block(position, size) + 1)[..., None] * size + within[:-1]
+    own = (newest_block(position, size) + 1)[..., None] * size
+    own = own + jnp.arange(size - 1, dtype=jnp.int32)[None, None]
     own = jnp.where(own <= position[..., None], own, -1)
     own = jnp.broadcast_to(own, (*blocks.shape[:2], own.shape[2]))
-    return jnp.concatenate([chosen.reshape(*blocks.shape[:2], -1), own], axis=-1)
+    return jnp.concatenate([positions_in(blocks, size), own], axis=-1)
 
 
 def in_parts(

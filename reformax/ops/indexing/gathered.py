@@ -17,13 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
 from reformax.ops.indexing.learning import is_chosen
-from reformax.ops.indexing.scores import (
-    IndexQueries,
-    Score,
-    gathered,
-    scores,
-    scores_of_gathered,
-)
+from reformax.ops.indexing.scores import IndexQueries, Score, gathered, scores, scores_of_gathered
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
 
@@ -33,23 +27,14 @@ GATHERED = 4
 
 
 class KeysOfQueries(NamedTuple):
-    """A chunk of queries and its keys, all of them or those that each query chose.
+    """A chunk of queries and its keys, all of them or those that each query chose."""
 
-    Attributes:
-      logits: of the attention.
-      mask: which keys a query sees.
-      axes: the equation of the product of weights and values, `[B, G, M, Q, V]` or `[B, Q, G, V]`.
-      values: of the keys.
-      key: their numbers.
-      scores: of the indexer.
-    """
-
-    logits: Float[Array, "B G M Q K"] | Float[Array, "B G Q K"]
+    logits: Float[Array, "B G M Q K"] | Float[Array, "B G Q K"]  # of the attention
     mask: Bool[Array, "B Q K"]
-    axes: str
+    axes: str  # of the product of weights and values, `[B, G, M, Q, V]` or `[B, Q, G, V]`
     values: Array
-    key: Int[Array, "#B #Q K"]
-    scores: Float[Array, "B Q K"]
+    key: Int[Array, "#B #Q K"]  # the numbers of the keys
+    scores: Float[Array, "B Q K"]  # of the indexer
 
 
 class KeyReader(NamedTuple):

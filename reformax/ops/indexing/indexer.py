@@ -16,11 +16,10 @@ from reformax import devices
 from reformax.declared import Count, SettingError, Size, Unsupported
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.calls.options import Options, options
-from reformax.ops.indexing.blocks import best_blocks, positions_of
+from reformax.ops.indexing.blocks import best_blocks, pooled_blocks, positions_of
 from reformax.ops.indexing.candidates.base import Candidates, IndexedKeys, QueryChunk
 from reformax.ops.indexing.candidates.best import best_candidates
 from reformax.ops.indexing.indexer_decoding import IndexerDecoding
-from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import Indexed, IndexQueries, Score
 from reformax.ops.indexing.streaming import best_keys
@@ -136,17 +135,15 @@ class Indexer(IndexerDecoding, Options):
           x: the vectors, of one sequence; its queries may be a shard of it.
           segment_ids: of the keys.
           top_k: the most that a query sees.
-          causal: whether later positions are hidden.
           length: that settings depend on.
           rng: the source of hashes.
-          interpret: from `dispatch.choose_kernels`.
           shard: which queries there are.
 
         Raises:
           Unsupported: a group of queries is on several devices.
         """
         n_queries, n_tokens = x.queries.weights.shape[1], x.keys.shape[1]
-        position = sharding.first_query(shard, n_queries) + positions(n_queries)
+        position = sharding.query_positions(shard, n_queries)
         ids = sharding.of_shard(shard, ids_or_ones(segment_ids, x.keys), n_queries)
         if self.block_size > 1:
             return self._choose_blocks(x, segment_ids, position, ids, top_k, interpret)
@@ -212,12 +209,11 @@ class Indexer(IndexerDecoding, Options):
         Args:
           x: the vectors, and the candidates' weights; its queries may be a shard's.
           segment_ids: of the keys.
-          causal: of the call.
           shard: which queries there are. The mean is over those of all devices.
         """
         n_queries, length = x.queries.weights.shape[1], x.keys.shape[1]
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, None, x.params)
-        position = sharding.first_query(shard, n_queries) + positions(n_queries)
+        position = sharding.query_positions(shard, n_queries)
         ids = sharding.of_shard(shard, keys.ids, n_queries)
         ids, *some = sharding.spread(shard, LEARNT_FROM, ids, *x.queries, position)
 

@@ -19,6 +19,7 @@ from reformax.ops.indexing.candidates.best import best_candidates
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import Indexed, IndexQueries, scores
 from reformax.ops.indexing.streaming import best_keys, best_over
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks, positions
@@ -40,7 +41,7 @@ class IndexerDecoding:
     ) -> IndexerCache:
         """The cache after the first `lengths` positions of each row."""
         n_free = capacity - x.keys.shape[1]
-        exists = jnp.arange(x.keys.shape[1])[None] < lengths[:, None]
+        exists = tokens_before(lengths, x.keys.shape[1])
         keys = jnp.where(exists[..., None], x.keys, 0)
         keys = jnp.pad(keys, ((0, 0), (0, n_free), (0, 0)))
         ids = jnp.pad(exists.astype(jnp.int32), ((0, 0), (0, n_free)))
@@ -55,18 +56,12 @@ class IndexerDecoding:
         return cache._replace(chosen=self._choose_newest(cache, x, leader, top_k))
 
     def step(
-        self,
-        cache: IndexerCache,
-        x: Indexed,
-        position: Int[Array, " B"],
-        top_k: int,
+        self, cache: IndexerCache, x: Indexed, position: Int[Array, " B"], top_k: int
     ) -> tuple[Int[Array, "B K"], IndexerCache]:
         """The positions that one more query of each row sees; -1 is none. And the cache with it.
 
         Args:
           cache: from `start` or the step before.
-          x: the vectors of the new position.
-          position: its number.
           top_k: as in `choose`.
         """
         keys = cache.keys.at[jnp.arange(len(position)), position].set(x.keys[:, 0])
@@ -111,7 +106,6 @@ class IndexerDecoding:
 
         Args:
           cache: from `start`, `step` or the call before.
-          x: the vectors of the new positions.
           position: the number of the first of them.
           lengths: the number of them before a row's padding.
           top_k: as in `choose`.

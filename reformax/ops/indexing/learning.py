@@ -67,9 +67,7 @@ def is_chosen(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
 
 
 def divergence(
-    scores: Float[Array, "B Q S"],
-    attention: Float[Array, "B Q S"],
-    mask: Bool[Array, "B Q S"],
+    scores: Float[Array, "B Q S"], attention: Float[Array, "B Q S"], mask: Bool[Array, "B Q S"]
 ) -> Float[Array, "B Q"]:
     """`KL(attention || softmax(scores))` of each query over the keys that it sees.
 

@@ -68,7 +68,6 @@ class IndexedChoice:
         """Pairs of queries and keys, or summaries, for each of which kernels make a bit.
 
         Args:
-          q, k: queries and keys.
           n_listed: keys, or summaries, that a query sees.
           n_keys: all of them.
           causal: whether later ones are hidden.

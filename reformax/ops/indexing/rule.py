@@ -14,7 +14,6 @@ class ChoiceRule(NamedTuple):
     """The static rule.
 
     Attributes:
-      causal: whether later keys are hidden.
       n_local: keys at a distance below it are always seen, and not chosen.
       group: so many queries from the position of a leader on share its choice. The leader leaves
         out keys that are local to all of them.

@@ -18,7 +18,7 @@ from reformax import devices
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores
 from reformax.ops.masking.visibility import Side, Visibility
-from reformax.ops.numerics.best import best_of, with_nan_highest
+from reformax.ops.numerics.best import best_of, taken, with_nan_highest
 from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
 
 # Numbers of a chunk's scores in memory at a time, and the fewest keys of a tile.
@@ -71,9 +71,7 @@ def best_keys(
             key_position = jnp.broadcast_to(key_position, tile.shape)
             positions = jnp.concatenate([best_position, key_position], axis=-1)
             at = best_of(both, True, n_best)
-            best = jnp.take_along_axis(both, jnp.maximum(at, 0), axis=-1)
-            chosen = jnp.take_along_axis(positions, jnp.maximum(at, 0), axis=-1)
-            return jnp.where(at < 0, -jnp.inf, best), jnp.where(at < 0, -1, chosen)
+            return taken(both, at, -jnp.inf), taken(positions, at)
 
         shape = n_batch, n_rows, n_best
         none = jnp.full(shape, -jnp.inf, keys.dtype), jnp.full(shape, -1, jnp.int32)

@@ -87,11 +87,7 @@ def with_mask(
       op: the algorithm, an `AttentionOp`.
       mask: from `checked_mask`, True where a key is visible: of keys, `[B, S]` or four axes of
         which those of heads and queries are 1, or of pairs, with four axes.
-      q: queries.
       keys: keys; q where keys are made of queries.
-      segment_ids: the call's segment ids.
-      bias: the call's bias.
-      causal: whether the call is causal.
 
     Returns:
       Segment ids in which hidden keys are padding, and the bias. Where the op distinguishes queries

@@ -128,11 +128,7 @@ def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def visibility(
-    n_queries: int,
-    n_keys: int,
-    *,
-    causal: bool,
-    segment_ids: SegmentIds | None = None,
+    n_queries: int, n_keys: int, *, causal: bool, segment_ids: SegmentIds | None = None
 ) -> Bool[Array, "#B 1 T S"]:
     """Which keys each query sees, by causality and by segment."""
     q = Side(jnp.arange(n_queries)[None, None, :, None])

@@ -21,8 +21,6 @@ def check_floats(name: str, x: Any, *axes: str | int) -> None:
     """Raises `ValueError` unless `x` is an array of floats.
 
     Args:
-      name: what the error calls it.
-      x: the array.
       axes: the names of its axes, or their sizes where these are known; none: any.
     """
     check_array(name, x)

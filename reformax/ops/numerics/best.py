@@ -36,3 +36,9 @@ def best_of(
         chosen.append(jnp.where(best > -jnp.inf, first, -1))
         scores = jnp.where(number == first, -jnp.inf, scores)
     return jnp.concatenate(chosen, axis=-1)
+
+
+def taken(x: Array, best: Int[Array, "*rows K"], none: float = -1) -> Array:
+    """The entries of `x [*rows, J]` at the indices of `best_of`; `none` for -1."""
+    found = jnp.take_along_axis(x, jnp.maximum(best, 0), axis=-1)
+    return jnp.where(best < 0, none, found)

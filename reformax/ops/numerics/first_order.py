@@ -15,7 +15,6 @@ def first_order(inputs: Any) -> Any:
 
 @first_order.defjvp
 def _refuse(primals, tangents):
-    del primals, tangents
     raise NotImplementedError(
         "this gradient has no second derivative: use an op that has one with impl='xla', such as "
         "dense.dense(impl='xla')"

@@ -12,14 +12,10 @@ from reformax.ops.numerics.precision import product
 
 
 class Logits(NamedTuple):
-    """The static part of logits. Array operations take theirs from `of`.
+    """The static part of logits. Array operations take theirs from `of`."""
 
-    Attributes:
-      scale: the factor of the products; None divides them by sqrt(H).
-      soft_cap: a bound c of the scaled products x, which become `c tanh(x / c)`; None: no bound.
-    """
-
-    scale: float | None = None
+    scale: float | None = None  # the factor of the products; None divides them by sqrt(H)
+    # A bound c of the scaled products x, which become `c tanh(x / c)`; None: no bound.
     soft_cap: float | None = None
 
     def of(

@@ -37,10 +37,24 @@ def in_blocks(x: Shaped[Array, "B T *d"], size: int) -> Shaped[Array, "B C L *d"
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
+def with_neighbours(x: Shaped[Array, "B C L *d"], n_before: int, n_after: int) -> Array:
+    """Each block between its neighbours, `[B, C, M, ...]`; zeros where there is none."""
+    n = x.shape[1]
+    x = jnp.pad(x, [(0, 0), (n_before, n_after)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.concatenate([x[:, i : i + n] for i in range(n_before + 1 + n_after)], axis=2)
+
+
 def join_chunks(x: Array, length: int) -> Array:
     """Joins results of chunks, `[chunks, B, Q, ...]`, to those of all queries, `[B, T, ...]`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def positions_in(blocks: Int[Array, "*d K"], size: int) -> Int[Array, "*d K*L"]:
+    """The positions of blocks by their numbers; -1 for all of a block of -1."""
+    within = jnp.arange(size, dtype=jnp.int32).reshape(*blocks.ndim * [1], size)
+    each = jnp.where(blocks[..., None] < 0, -1, blocks[..., None] * size + within)
+    return each.reshape(*blocks.shape[:-1], -1)
 
 
 def positions(length: int) -> Int[Array, "1 T"]:

@@ -18,6 +18,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+# Logits of the heads that a CPU computes together: 2 MiB of float32 fit in its cache.
+LOGITS_IN_CACHE = 2**19
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` that is at most `most`, or 1."""
+    return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
+
 
 class Group(NamedTuple):
     """Examples and heads that are computed together."""

@@ -17,16 +17,12 @@ from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.calls.heads import repeat_to_values
 from reformax.ops.calls.options import Options, options
 from reformax.ops.masking.contiguous import restore_order, tokens_first
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
-from reformax.ops.recurrence.recurrence import (
-    advance,
-    recurrence,
-    recurrence_from,
-    state_after,
-)
+from reformax.ops.recurrence.recurrence import advance, recurrence, recurrence_from, state_after
 from reformax.ops.recurrence.short_convolution import (
     Projected,
     convolve,
@@ -95,7 +91,6 @@ class Recurrence(Options):
 
     def _constants(self, n_heads: int) -> dict[str, Array]:
         """Arrays `[N, ...]` for `_inputs`, along with the weights."""
-        del n_heads
         return {}
 
     def _of_these_heads(self, params, n_heads: int, shard=None) -> dict[str, Array]:
@@ -106,7 +101,6 @@ class Recurrence(Options):
         return {name: of_heads(x, shard, n_heads) for name, x in whole.items()}
 
     def _apply(self, call, params, q, k, v, plan):
-        del plan
         params, dtype = self._of_these_heads(params, v.shape[2], call.shard), v.dtype
         x, gates, ids = self._read_tokens(call, params, q, k, v)
         options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
@@ -154,7 +148,7 @@ class Recurrence(Options):
         x = self._read_units(params, convolved, gates)
         x = x._replace(v=with_ones(x.v)) if self._means else x
         if ids is not None:  # padding writes nothing, and nothing is forgotten at it
-            real = (jnp.arange(shape[1])[None] < lengths[:, None])[..., None, None]
+            real = tokens_before(lengths, shape[1])[..., None, None]
             x = jax.tree.map(lambda a: jnp.where(real, a, 0), x)
         options = dict(segment_ids=ids, chunk_len=self.chunk_len, impl=self.impl)
         out, after = recurrence_from(x, state.state, **options)
@@ -162,7 +156,6 @@ class Recurrence(Options):
         return restore_order(out.astype(v.dtype), order), RecurrenceCache(after, last)
 
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
-        del plan
         params, lengths = self._of_these_heads(params, v.shape[2]), jnp.asarray(call.lengths)
         x = self._read_units(params, convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)

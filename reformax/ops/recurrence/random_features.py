@@ -53,14 +53,10 @@ def positive_features(
     exponents = jnp.einsum(
         "btnh,mh->btnm", x, directions.astype(dtype), precision=jax.lax.Precision.HIGHEST
     )
-    exponents = exponents - _square(x) / 2
+    exponents = exponents - jnp.sum(x**2, axis=-1, keepdims=True) / 2
     # By index: the gradient needs the largest, and a number computed twice may differ from itself.
     largest = jnp.argmax(jax.lax.stop_gradient(exponents), axis=-1, keepdims=True)
     index = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1)
     scale = jnp.sum(jnp.where(index == largest, exponents, 0), axis=-1, keepdims=True)
     features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
     return PositiveFeatures(features, scale)
-
-
-def _square(x: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
-    return jnp.sum(x**2, axis=-1, keepdims=True)

@@ -30,22 +30,13 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls import dispatch
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    MAX_HEAD_SIZE,
-    NARROW_HEAD,
-    SMALL_ROW,
-    KernelObstacles,
-    check_impl,
-    choose_kernels,
-    kernel_obstacles,
-)
 from reformax.ops.masking.contiguous import (
     contiguous_segments,
     order_of_segments,
     reorder,
     restore_order,
 )
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.recurrence import chunks
@@ -91,12 +82,12 @@ def recurrence(
       SettingError: an unknown `impl`.
       NotImplementedError: the kernel cannot compute the call.
     """
-    check_impl(impl, *KERNELS)
+    dispatch.check_impl(impl, *dispatch.KERNELS)
     x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
     if unit_length:
         x = x._replace(q=x.q.astype(v.dtype), k=x.k.astype(v.dtype))
-    interpret = choose_kernels(impl, _obstacles(x))
+    interpret = dispatch.choose_kernels(impl, _obstacles(x))
     if unit_length and interpret is None:
         x, unit_length = of_unit_length(x), False
     size = chunks.chunk_size(chunk_len, q.shape[1])
@@ -120,25 +111,25 @@ def recurrence_from(
     Raises:
       NotImplementedError: the kernel cannot compute the call.
     """
-    check_impl(impl, *KERNELS)
+    dispatch.check_impl(impl, *dispatch.KERNELS)
     inputs, initial = varying_as((inputs, initial), (inputs, initial))
-    interpret = choose_kernels(impl, _obstacles(inputs))
+    interpret = dispatch.choose_kernels(impl, _obstacles(inputs))
     size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
     out, final = _recurrence(size, interpret, False, inputs, initial, segment_ids)
     return out.astype(accum_dtype(out.dtype)), final
 
 
-def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
+def _obstacles(x: RecurrenceInputs) -> dispatch.KernelObstacles:
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
     # The delta rule's programs hold whole rows of keys. Wide rows of float32 need a large chip.
     if x.q.dtype == jnp.float32:
         wide = x.beta is None and dispatch.shared_kib() >= dispatch.LARGE_CHIP
     else:
         wide = x.beta is None or not by_feature
-    return kernel_obstacles(
+    return dispatch.kernel_obstacles(
         *x[:3],
-        most=MAX_HEAD_SIZE if wide else NARROW_HEAD,
-        small_row=SMALL_ROW // 2 if by_feature else SMALL_ROW,
+        most=dispatch.MAX_HEAD_SIZE if wide else dispatch.NARROW_HEAD,
+        small_row=dispatch.SMALL_ROW // 2 if by_feature else dispatch.SMALL_ROW,
     )
 
 
@@ -292,7 +283,7 @@ _recurrence.define(_forward, _backward, _tangent)
 
 def state_after(inputs: RecurrenceInputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
     """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
-    real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
+    real = tokens_before(lengths, inputs.q.shape[1])[..., None, None]
     inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
     x = chunks.chunked(inputs, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]))
     return chunks.final_state(x, *chunks.states_and_values(x))

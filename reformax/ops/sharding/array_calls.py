@@ -178,13 +178,7 @@ def _attend(op: Any, x: CallArrays, **settings: Any) -> Float[Array, "B T N V"]:
 
 
 def _plan_and_apply(
-    op: Any,
-    x: CallArrays,
-    shard: Shard | None = None,
-    *,
-    causal: bool,
-    dropout: float,
-    train: bool,
+    op: Any, x: CallArrays, shard: Shard | None = None, *, causal: bool, dropout: float, train: bool
 ) -> Float[Array, "B T N V"]:
     params, q, k, v, segment_ids, lengths, mask, bias, extra_projections, global_tokens, rng = x
     if lengths is not None:  # within the row, because kernels read as many positions

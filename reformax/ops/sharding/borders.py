@@ -25,16 +25,11 @@ from reformax.ops.sharding.shard import Shard
 
 
 class Reach(NamedTuple):
-    """How far a position sees, in positions.
+    """How far a position sees, in positions."""
 
-    Attributes:
-      before: visible positions before the query's unit, a multiple of the unit.
-      after: visible positions after the query, at most.
-      unit: the length of a chunk, which begins at a multiple of it. 1 for a sliding window.
-    """
-
-    before: int
-    after: int
+    before: int  # visible positions before the query's unit, a multiple of the unit
+    after: int  # visible positions after the query, at most
+    # The length of a chunk, which begins at a multiple of it. 1 for a sliding window.
     unit: int = 1
 
 

@@ -42,6 +42,11 @@ def first_query(shard: Shard | None, length: int) -> Int[Array, ""] | int:
     return devices.first(length, axis_of(shard))
 
 
+def query_positions(shard: Shard | None, length: int) -> Int[Array, "1 T"]:
+    """The positions of `length` queries."""
+    return first_query(shard, length) + jnp.arange(length, dtype=jnp.int32)[None]
+
+
 def of_all(shard: Shard | None, tree: T) -> T:
     """The arrays `[B, T, ...]` of all positions, of the shard's arrays."""
     if (axis := axis_of(shard)) is None:

@@ -28,9 +28,10 @@ from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import TokensFirst, segment_numbers
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, Visibility, is_token
+from reformax.ops.numerics.query_chunks import with_neighbours
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
-from reformax.ops.softmax.orders import Chunking, ChunkSizes, Order
+from reformax.ops.softmax.orders import Chunking, ChunkSizes, Order, UnsortedInputs
 
 # Logits in memory at a time. More are computed head by head.
 LOGITS_AT_A_TIME = 2**29
@@ -105,10 +106,8 @@ def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_p
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
-    near = kernel.BandOrder(order, _in_slots(of_order, n_tokens, chunks))
-    return kernel.attend(
-        band, chunks, interpret, q, k, v, global_positions, near, segment_ids, call.seed
-    )
+    x = UnsortedInputs(q, k, v, order, _in_slots(of_order, n_tokens, chunks), call.seed)
+    return kernel.attend(band, chunks, interpret, x, global_positions, segment_ids)
 
 
 def attend_and_far(
@@ -125,8 +124,6 @@ def attend_and_far(
     Args:
       call: of the op; a position sees its own segment.
       band: which neighbours a query sees, without dilation.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v: queries, keys and values.
       far: the other keys, which all queries see.
     """
     from reformax.ops.kernels.triton import band as kernel
@@ -134,8 +131,8 @@ def attend_and_far(
     band = band.within(q.shape[1])
     chunks = _chunks(call, band, q.shape[1])
     ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    ids = _in_slots(ids, call.lengths, chunks)
-    return kernel.attend_and_far(chunks, interpret, q, k, v, far, ids)
+    x = UnsortedInputs(q, k, v, None, _in_slots(ids, call.lengths, chunks), None)
+    return kernel.attend_and_far(chunks, interpret, x, far)
 
 
 def _in_slots(
@@ -150,14 +147,8 @@ def _in_slots(
 def _chunks(call: Call, band: Visibility, length: int) -> Chunking:
     """Chunks of a kernel that hold the band."""
     size = max(TILE, 1 << (band.window - 1).bit_length())
-    return ChunkSizes(size, 1, 0 if band.causal else 1).cut(
-        length,
-        causal=band.causal,
-        shared_qk=False,
-        window=band.window * band.dilation,
-        dropout=call.dropout,
-        logits=call.logits,
-    )
+    sizes = ChunkSizes(size, 1, 0 if band.causal else 1)
+    return sizes.cut(call, length, window=band.window * band.dilation)
 
 
 def _by_step(step: int, length: int, n_slots: int) -> Int[Array, " n_slots"]:
@@ -207,11 +198,7 @@ def _attend(call: Call, band: Visibility, q, k, v, global_positions, heads) -> A
         x = jnp.pad(x, pad).reshape(x.shape[0], n_steps, step, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], -1, size, *x.shape[3:])
 
-    def windows(x):  # [B, C, L, ...] -> [B, C, M, ...]
-        n_blocks = x.shape[1]
-        x = jnp.pad(x, [(0, 0), (1, after)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
-
+    windows = functools.partial(with_neighbours, n_before=1, n_after=after)
     query = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
     queries, of_query = blocks(q), blocks(ids)
     key, of_key = windows(query), windows(of_query)

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.calls.call import Call
+from reformax.ops.calls.dispatch import KernelObstacles, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
-from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
-from reformax.ops.softmax.block_lists import BlockInputs, FullLayout, Layout
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.dropout import dropped_self_values
 
 
 def kernels() -> ModuleType:
-    """The kernels of a layout's attention: `forward`, `backward`, and `attend` with both."""
+    """The kernels of a layout's attention: `forward`, `backward`, and `attend` with both.
+
+    `attend(layout, interpret, x, sinks=None)` is attention and each row's sum of weights, which has
+    no gradient. With `sinks`, gradients of padding's outputs must be zeros.
+    """
     from reformax.ops.kernels.triton import block_sparse
 
     return block_sparse
 
 
-def attend(
-    layout: Layout | FullLayout,
-    interpret: bool,
-    x: BlockInputs,
-    sinks: Float[Array, " N"] | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Attention by `kernels`, and each row's sum of weights, which has no gradient.
+def of_all_keys(
+    call: Call, q: Float[Array, "B T N H"], k: Float[Array, "B S G H"], v: Float[Array, "B S G V"]
+) -> dict[str, tuple[str | KernelObstacles | None, Callable[..., Float[Array, "B T N V"]]]]:
+    """`cudnn` and `pallas` of `dispatch.compute_by`, of attention to every visible key."""
 
-    Args:
-      layout: which queries see which keys.
-      interpret: from `dispatch.choose_kernels`.
-      x: the arrays.
-      sinks: of `softmax.learned_sinks`. Gradients of padding's outputs must then be zeros.
-    """
-    return kernels().attend(layout, interpret, x, sinks=sinks)
+    def in_cudnn() -> Float[Array, "B T N V"]:
+        scale, lengths = call.logits.scale, call.lengths
+        return cudnn_attention(q, k, v, causal=call.causal, scale=scale, lengths=lengths)
+
+    by_blocks = functools.partial(attend_to_all, call, q=q, k=k, v=v)
+    bias_shape = None if call.bias is None else call.bias.shape
+    return {
+        "cudnn": (cudnn_obstacle(call, q, k, v), in_cudnn),
+        "pallas": (kernel_obstacles(q, k, v, call.logits, bias=bias_shape), by_blocks),
+    }
 
 
 def attend_to_all(
@@ -51,15 +58,12 @@ def attend_to_all(
 
     Args:
       call: of the op, without a bias.
-      interpret: from `dispatch.choose_kernels`.
-      q, k, v: queries, keys and values.
     """
     layout = FullLayout(q.shape[1], k.shape[1], call.causal, call.dropout, call.logits)
-    ids = segment_pair(call.segment_ids)
-    x = BlockInputs(q, *repeat_heads(q, k, v), *ids, call.seed)
-    out = attend(layout, interpret, x, call.sinks)[0]
+    x = BlockInputs.of(call, q, *repeat_heads(q, k, v))
+    out, ids = kernels().attend(layout, interpret, x, sinks=call.sinks)[0], x.query_segment_ids
     # Its gradient at padding, which may be anything, is not part of that of the sinks.
-    return out if call.sinks is None or ids[0] is None else tokens_only(out, ids[0])
+    return out if call.sinks is None or ids is None else tokens_only(out, ids)
 
 
 def attend_to_others(
@@ -77,8 +81,7 @@ def attend_to_others(
     sizes = q.shape[1], q.shape[1]
     layout = FullLayout(*sizes, call.causal, call.dropout, call.logits, exclude_self=True)
     ids = call.segment_ids
-    x = BlockInputs(q, k, v, *segment_pair(ids), call.seed)
-    out, row_sum = attend(layout, interpret, x)
+    out, row_sum = kernels().attend(layout, interpret, BlockInputs.of(call, q, k, v))
     if not attend_self_if_alone:
         return out
     alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]

@@ -24,8 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.calls.call import Call
+from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import Softmax
 
 # The least side of a kernel's tile.
@@ -60,24 +63,14 @@ class ListParts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The static part of a block-sparse attention: which query sees which key, by position.
+    """The static part of a block-sparse attention: which query sees which key, by position."""
 
-    Attributes:
-      mask: whether each block of queries sees each block of keys.
-      block_q: queries in a block.
-      block_k: keys in a block.
-      n_queries: the number of queries, T.
-      n_keys: the number of keys, S.
-      causal: whether keys after the query are hidden.
-      dropout: the rate at which attention weights are dropped.
-      logits: how products of queries and keys become logits.
-    """
-
+    # Whether each block of queries sees each block of keys.
     mask: Bool[np.ndarray, "G n_blocks_q n_blocks_k"]
-    block_q: int
-    block_k: int
-    n_queries: int
-    n_keys: int
+    block_q: int  # queries in a block
+    block_k: int  # keys in a block
+    n_queries: int  # the number of queries, T
+    n_keys: int  # the number of keys, S
     causal: bool
     dropout: float
     logits: Logits = PLAIN
@@ -134,11 +127,7 @@ def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows:
 
 @dataclasses.dataclass(frozen=True)
 class FullLayout:
-    """The `Layout` of attention without a mask, whose rows have the same list.
-
-    Attributes, besides those of `Layout`:
-      exclude_self: whether a key is hidden from the query of its own position.
-    """
+    """The `Layout` of attention without a mask, whose rows have the same list."""
 
     n_queries: int
     n_keys: int
@@ -148,7 +137,7 @@ class FullLayout:
     block_q: int = 128
     block_k: int = 128
     n_masks: int = 1
-    exclude_self: bool = False
+    exclude_self: bool = False  # whether a key is hidden from the query of its own position
 
     n_folded = 0
 
@@ -192,12 +181,9 @@ class SortedLayout(FullLayout):
 
     A list holds all tiles in order, none of them whole. The call computes which range of the list a
     row needs.
-
-    Attributes, besides those of `FullLayout`:
-      n_folded: the number of heads, which are folded into the axis of examples.
     """
 
-    n_folded: int = 1
+    n_folded: int = 1  # the number of heads, which are folded into the axis of examples
 
     def rows(self, tile_q: int, tile_k: int) -> TileLists:
         """All tiles of each row of `tile_q` queries."""
@@ -283,12 +269,10 @@ def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any
 
 
 class BlockInputs(NamedTuple):
-    """The arrays that kernels read; None for those that a call lacks.
+    """The arrays of a call; None for those that it lacks. Kernels have no `bias` and `sinks`.
 
     Attributes:
-      q, k, v: queries, keys, values.
       query_segment_ids, key_segment_ids: ids of both; for a `SortedLayout` their groups.
-      seed: `seed_words` of dropout.
       query_order, key_order: for a `SortedLayout` the position of each slot.
       chosen: a bit for each key, set where a query chose it (`common.bits_of`).
     """
@@ -302,3 +286,15 @@ class BlockInputs(NamedTuple):
     query_order: Int[Array, "B T"] | None = None
     key_order: Int[Array, "B S"] | None = None
     chosen: Int[Array, "B T words"] | None = None
+    bias: Float[Array, "#B #N #T #S"] | None = None
+    sinks: Float[Array, " N"] | None = None  # of `softmax.learned_sinks`
+
+    @classmethod
+    def of(cls, call: Call, q: Array, k: Array, v: Array) -> BlockInputs:
+        """Those of an op's call, without bias and sinks."""
+        return cls(q, k, v, *segment_pair(call.segment_ids), call.seed)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of logits, softmax and sums."""
+        return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)

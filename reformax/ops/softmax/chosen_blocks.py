@@ -18,19 +18,13 @@ from jaxtyping import Array, Int
 
 
 class ChosenTiles(NamedTuple):
-    """Pairs of a query and a block that it chose, in tiles of one block each.
+    """Pairs of a query and a block that it chose, in tiles of one block each."""
 
-    Attributes:
-      block: the block of each tile.
-      pair: the pairs in each tile's slots; query q with its n-th block is q K + n. -1: none.
-      bounds: the first tile of each block, and the end.
-      slot: the slot of each query's K pairs among the M I slots of all tiles; -1 where a query has
-        fewer.
-    """
-
-    block: Int[Array, "B N M"]
+    block: Int[Array, "B N M"]  # the block of each tile
+    # The pairs in each tile's slots; query q with its n-th block is q K + n. -1: none.
     pair: Int[Array, "B N M I"]
-    bounds: Int[Array, "B N J+1"]
+    bounds: Int[Array, "B N J+1"]  # the first tile of each block, and the end
+    # The slot of each query's K pairs among the M I slots of all tiles; -1 where a query has fewer.
     slot: Int[Array, "B N T K"]
 
 

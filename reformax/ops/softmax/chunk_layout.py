@@ -14,11 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.numerics import row_blocks
+from reformax.ops.numerics.row_blocks import largest_divisor
 from reformax.ops.softmax.orders import Chunking, Order
-
-# Logits of one order that a CPU computes at a time: 2 MiB of float32.
-LOGITS_IN_CACHE = 2**19
-
 
 # Heads, chunks and windows.
 
@@ -38,10 +36,9 @@ def by_heads(function: Callable, chunks: Chunking, *operands: Any) -> Any:
     """`function` of arrays `[N, B, T, ...]`, on a CPU for some heads at a time."""
     n_heads, n_batch, length = operands[0].shape[:3]
     n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
-    fit = LOGITS_IN_CACHE // max(1, n_batch * length * n_seen)
-    if jax.default_backend() != "cpu" or n_heads <= max(fit, 1):
+    size = largest_divisor(n_heads, row_blocks.LOGITS_IN_CACHE // max(1, n_batch * length * n_seen))
+    if jax.default_backend() != "cpu" or size == n_heads:
         return function(*operands)
-    size = max(n for n in range(1, n_heads) if n_heads % n == 0 and n <= max(fit, 1))
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), operands)
     results = lax.map(lambda group: function(*group), groups)
     return jax.tree.map(lambda x: x.reshape(n_heads, *x.shape[2:]), results)

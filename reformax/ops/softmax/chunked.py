@@ -70,15 +70,11 @@ def chunked_attention(
     The function does not read the arrays at padding.
 
     Args:
-      q: queries.
       k: keys; None where `chunks.shared_qk`.
-      v: values.
       chunks: which keys are visible.
       order: the hashes' orders of the padded sequence; None keeps the order of the sequence.
       segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
-      seed: `seed_words` of dropout; None without it.
-      interpret: from `dispatch.choose_kernels`.
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
       n_tokens: the number of tokens of each row, where rows are one segment and all orders have
@@ -173,9 +169,7 @@ def visible_keys(
 
 
 def _chunk_in_reach(
-    of_hash: ChunkedOrder,
-    query_slots: Int[Array, "N B T"],
-    key_slots: Int[Array, "N B T"] | None,
+    of_hash: ChunkedOrder, query_slots: Int[Array, "N B T"], key_slots: Int[Array, "N B T"] | None
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the order with those slots."""
     chunks = of_hash.chunks
@@ -302,10 +296,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
         order_sum = weights.sum(axis=-1)
         weights = weights * _dropout_mask(of_hash, length, head, seed)
         order_acc = jnp.einsum(
-            "bnclm,bncmv->bnclv",
-            weights.astype(v.dtype),
-            values,
-            preferred_element_type=dtype,
+            "bnclm,bncmv->bnclv", weights.astype(v.dtype), values, preferred_element_type=dtype
         )
         return carry.merge(Softmax(*map(of_hash.by_query, (order_acc, order_max, order_sum))))
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import MAX_HEAD_SIZE, NARROW_HEAD
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.padding import tokens_only
 
 # Lengths are padded to a multiple of this.
@@ -69,8 +70,6 @@ def cudnn_attention(
     which may be NaN. This function masks them.
 
     Args:
-      q, k, v: queries, keys and values.
-      causal: whether a position sees only itself and earlier positions.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       window: if set, a causal position sees only the last `window` positions.
       lengths: the number of tokens of each row before its padding, of queries and keys alike; None:
@@ -85,8 +84,9 @@ def cudnn_attention(
             jnp.pad(x, ((0, 0), (0, n), (0, 0), (0, 0)))
             for x, n in zip((q, k, v), (pads[0], pads[1], pads[1]), strict=True)
         )
-    if pieces > 1:
-        q, k, v = _in_pieces(q, pieces), _repeated(k, pieces), _repeated(v, pieces)
+    if pieces > 1:  # as sequences, each of which sees all keys
+        q = q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
+        k, v = _repeated(k, pieces), _repeated(v, pieces)
     if lengths is not None or (any(pads) and not (causal and n_queries <= n_keys)):
         of_queries = jnp.full(q.shape[0], n_queries if pieces == 1 else q.shape[1], jnp.int32)
         of_keys = jnp.full(q.shape[0], n_keys, jnp.int32)
@@ -101,7 +101,7 @@ def cudnn_attention(
     out = out.reshape(-1, out.shape[1] * pieces, *out.shape[2:])[:, :n_queries]
     if lengths is None:
         return out
-    return tokens_only(out, jnp.arange(n_queries)[None] < lengths[:, None])
+    return tokens_only(out, tokens_before(lengths, n_queries))
 
 
 def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
@@ -113,11 +113,6 @@ def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
     programs = n_batch * n_heads * -(-n_keys // KEYS)
     most = min(PROGRAMS // programs, length // LEAST_PIECE)
     return 1 << max(most, 1).bit_length() - 1
-
-
-def _in_pieces(q: Float[Array, "B T N H"], pieces: int) -> Float[Array, "BP T/P N H"]:
-    """Pieces of sequences as sequences, each of which sees all keys."""
-    return q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
 
 
 def _repeated(x: Float[Array, "B S N H"], pieces: int) -> Float[Array, "BP S N H"]:

@@ -12,6 +12,7 @@ rates, pairs, rows and columns, and ranks of the bits.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
+from reformax.ops.calls.call import Call
 from reformax.ops.sharding.shard import Shard, row_axes_of
 
 
@@ -37,7 +39,6 @@ def seed_words(rng: PRNGKeyArray, n_rows: int, shard: Shard | None = None) -> In
     head, query and key, to which local addresses are added.
 
     Args:
-      rng: the source of randomness.
       n_rows: the number of rows of the arrays.
       shard: where the arrays lie in the whole call.
     """
@@ -77,6 +78,29 @@ def dropout_mask(
     bits = dropout_bits(seed, batch, head, query, key)
     kept = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(kept, np.float32(1 / (1 - rate)), np.float32(0))
+
+
+def dropped_factors(
+    call: Call,
+    rows: tuple[int, ...],
+    query: Int[Array, "*#d"],
+    key: Int[Array, "*#d"],
+    heads: Int[Array, " N"] | None = None,
+) -> Float[Array, "*d"] | None:
+    """`dropout_mask` of a call's weights, whose first axes are `rows`; None without dropout.
+
+    Args:
+      rows: the numbers of examples and of heads, which may be several axes.
+      query, key: positions, with as many axes as the weights.
+      heads: the index of each head; None: 0, 1 and so on.
+    """
+    if call.seed is None:
+        return None
+    n_after = query.ndim - len(rows)
+    heads = jnp.arange(math.prod(rows[1:]), dtype=jnp.int32) if heads is None else heads
+    head = jnp.reshape(heads, (1, *rows[1:], *[1] * n_after))
+    batch = jnp.arange(rows[0], dtype=jnp.int32).reshape(-1, *[1] * (query.ndim - 1))
+    return dropout_mask(call.seed, call.dropout, batch, head, query, key)
 
 
 def dropout_bits(

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.dropout import dropped_factors
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 def gather_rows(x: Array, index: Int[Array, "B N *d"]) -> Array:
@@ -36,13 +35,8 @@ def gathered_softmax(
 
     Args:
       call: of the op, which says what is dropped.
-      q, k, v: queries, keys, values.
-      mask: which keys a query sees.
       positions: the positions of queries and of keys, by which dropout is drawn.
     """
-    dropped = None
-    if call.dropout > 0.0:
-        batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
-        dropped = dropout_mask(call.seed, call.dropout, batch, head, *positions)
+    dropped = dropped_factors(call, q.shape[:2], *positions)
     logits = call.logits.of("bnqh,bnkh->bnqk", q, k)
     return softmax_over(logits, mask, "bnqk,bnkv->bnqv", v, dropped)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.softmax.dropout import dropout_mask
-from reformax.ops.softmax.masked import softmax_over
-from reformax.ops.softmax.online import Softmax
+from reformax.ops.softmax.dropout import dropped_factors
+from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 class FarKeys(NamedTuple):
@@ -37,10 +36,7 @@ class KeysOfKind(NamedTuple):
 
 
 def attend_to_kinds(
-    call: Call,
-    kinds: Sequence[KeysOfKind],
-    query: Int[Array, "#B C L"],
-    heads: Int[Array, " N"],
+    call: Call, kinds: Sequence[KeysOfKind], query: Int[Array, "#B C L"], heads: Int[Array, " N"]
 ) -> Float[Array, "B C L N V"]:
     """Attention to the keys of all kinds, in one softmax.
 
@@ -52,12 +48,9 @@ def attend_to_kinds(
     """
 
     def of_kind(each: KeysOfKind) -> Softmax:
-        dropped, values = None, each.values
-        if call.dropout:
-            example = jnp.arange(len(each.logits)).reshape(-1, 1, 1, 1, 1)
-            head = jnp.asarray(heads).reshape(1, -1, 1, 1, 1)
-            of_weights = example, head, query[:, None, ..., None], each.address[:, None, :, None]
-            dropped = dropout_mask(call.seed, call.dropout, *of_weights)
+        of_weights = query[:, None, ..., None], each.address[:, None, :, None]
+        dropped = dropped_factors(call, each.logits.shape[:2], *of_weights, heads)
+        values = each.values
         axes = "bnclm,bcmnv->bnclv"
         if values.shape[1] == 1:  # one product for all blocks
             axes, values = "bnclm,bmnv->bnclv", values[:, 0]

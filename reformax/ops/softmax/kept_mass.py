@@ -51,7 +51,6 @@ def weight_rows(
 
     Args:
       attend: attention as a function of the values of all heads, linear in them.
-      v: values.
       at: positions of queries; those after the last have no weights.
     """
     out, pull = jax.vjp(attend, v)

@@ -68,7 +68,6 @@ class LearnedSinks:
 
     def _init(self, rng, dims) -> Any:
         """The logits of the sinks, 0 at first: as one more key that is orthogonal to queries."""
-        del rng
         return {"sinks": jnp.zeros(dims.n_heads)} if self.learned_sinks else ()
 
     def _step(self, call, params, q, k, v, cache):

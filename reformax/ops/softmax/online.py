@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.numerics.precision import product
+
 # Smaller sums of weights count as zero, because their square underflows. A gradient divides by it.
 LEAST_SUM = 1e-18
 
@@ -26,17 +28,11 @@ def lowest(dtype: Any) -> float:
 
 
 class Softmax(NamedTuple):
-    """The softmax of rows over some of their keys (Milakov and Gimelshein 2018, algorithm 3).
+    """The softmax of rows over some of their keys (Milakov and Gimelshein 2018, algorithm 3)."""
 
-    Attributes:
-      acc: `sum_j exp(s_j - row_max) v_j`.
-      row_max: the largest logit `s_j`.
-      row_sum: `sum_j exp(s_j - row_max)`.
-    """
-
-    acc: Float[Array, "*rows V"]
-    row_max: Float[Array, "*rows"]
-    row_sum: Float[Array, "*rows"]
+    acc: Float[Array, "*rows V"]  # `sum_j exp(s_j - row_max) v_j`
+    row_max: Float[Array, "*rows"]  # the largest logit `s_j`
+    row_sum: Float[Array, "*rows"]  # `sum_j exp(s_j - row_max)`
 
     @classmethod
     def empty(cls, rows: tuple[int, ...], d_v: int, dtype: Any) -> Softmax:
@@ -53,6 +49,15 @@ class Softmax(NamedTuple):
     ) -> Softmax:
         """The softmax whose `output` is `out`."""
         return cls(out.astype(row_sum.dtype) * row_sum[..., None], row_max, row_sum)
+
+    @classmethod
+    def of_results(cls, results: tuple[Array, Array, Array]) -> Softmax:
+        """That of rows `[B, N, T]` whose output is `[B, T, N, V]`; the inverse of `results`."""
+        return cls.of_output(jnp.swapaxes(results[0], 1, 2), *results[1:])
+
+    def results(self, dtype: Any) -> tuple[Array, Array, Array]:
+        """The output `[B, T, N, V]` in a dtype, and the maximum and sum of rows `[B, N, T]`."""
+        return jnp.swapaxes(self.output(), 1, 2).astype(dtype), *self[1:]
 
     def output(self) -> Float[Array, "*rows V"]:
         """The attended values; zeros for a row that has seen no key."""
@@ -138,3 +143,25 @@ def masked_softmax(logits: Float[Array, "*d"], mask: Bool[Array, "*#d"]) -> Floa
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     # The gradient of a hidden weight is a product with a hidden value, which may overflow.
     return jnp.where(mask, weights, 0.0)
+
+
+def softmax_over(
+    logits: Float[Array, "*rows K"],
+    mask: Bool[Array, "*#rows K"],
+    axes: str,
+    values: Float[Array, ...],
+    dropped: Float[Array, "*#rows K"] | None = None,
+) -> Softmax:
+    """The softmax of rows over their visible keys.
+
+    Args:
+      mask: which keys a row sees.
+      axes: the equation of the product of weights and values, `*rows K` with these to `*rows V`.
+      dropped: the factors of dropout; None without dropout.
+    """
+    row_max = largest(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, row_max)
+    row_sum = weights.sum(axis=-1)
+    if dropped is not None:
+        weights = weights * dropped.astype(weights.dtype)
+    return Softmax(product(axes, weights, values, values.dtype), row_max[..., 0], row_sum)

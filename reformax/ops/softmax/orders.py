@@ -6,12 +6,13 @@ of hashes, each of which has an order. Without hashes there is one order.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds
+from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.masking.masks import SegmentIds, TokensFirst
 from reformax.ops.masking.visibility import Visibility
@@ -40,52 +41,42 @@ class ChunkSizes(NamedTuple):
         most = -(-length // chunk_len)
         return ChunkSizes(chunk_len, *(min(n, most) for n in self[1:]))
 
-    def cut(
-        self, length: int, circle: bool = False, window: int | None = None, **options: Any
-    ) -> Chunking:
+    def cut(self, call: Call, length: int, circle: bool = False, **options: Any) -> Chunking:
         """The `Chunking` of a sequence of `length`, with its other `options`."""
-        window = None if window is None else min(window, length)
-        return Chunking(length, *self.within(length, circle), window=window, **options)
+        return Chunking.of(call, length, *self.within(length, circle), **options)
 
 
 class Chunking(NamedTuple):
-    """The static part of chunked attention: which keys a query sees, and with what weight.
+    """The static part of chunked attention: which keys a query sees, and with what weight."""
 
-    Attributes:
-      length: the number of positions, before padding.
-      chunk_len: positions in a chunk, L.
-      n_chunks_before: the number of chunks before its own that a query sees.
-      n_chunks_after: the number of chunks after its own that a query sees.
-      causal: whether later positions are hidden, whatever their slots.
-      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      attend_self_if_alone: for `shared_qk` and `two_orders`, whether a position that sees nothing
-        else sees itself.
-      window: if set, keys `window` or more positions away are hidden.
-      count_once: whether a key that is visible in several hashes counts once (the paper's N_ij) or
-        each time.
-      dropout: the rate at which attention weights are dropped.
-      logits: how products of queries and keys become logits.
-      two_orders: whether keys have another order than queries, so that a query's chunk may lack the
-        key of its position.
-      n_keys: the number of keys where they are another sequence than the queries; None: they are
-        the same.
-      ratio: slots of queries for each slot of keys, in an order and in a chunk.
-    """
-
-    length: int
-    chunk_len: int
-    n_chunks_before: int
-    n_chunks_after: int
-    causal: bool
-    shared_qk: bool
+    length: int  # the number of positions, before padding
+    chunk_len: int  # positions in a chunk, L
+    n_chunks_before: int  # the number of chunks before its own that a query sees
+    n_chunks_after: int  # the number of chunks after its own that a query sees
+    causal: bool  # whether later positions are hidden, whatever their slots
+    # Whether keys are the length-normalised queries, hidden from themselves.
+    shared_qk: bool = False
+    # For `shared_qk` and `two_orders`, whether a position that sees nothing else sees itself.
     attend_self_if_alone: bool = True
-    window: int | None = None
+    window: int | None = None  # if set, keys `window` or more positions away are hidden
+    # Whether a key that is visible in several hashes counts once (the paper's N_ij) or each time.
     count_once: bool = True
     dropout: float = 0.0
     logits: Logits = PLAIN
+    # Whether keys have another order than queries, so that a query's chunk may lack the key of its
+    # position.
     two_orders: bool = False
+    # The number of keys where they are another sequence than the queries; None: they are the same.
     n_keys: int | None = None
-    ratio: int = 1
+    ratio: int = 1  # slots of queries for each slot of keys, in an order and in a chunk
+
+    @classmethod
+    def of(cls, call: Call, length: int, *sizes: int, **options: Any) -> Self:
+        """That of a call, and of `ChunkSizes`; a `window` is no longer than the sequence."""
+        of_call = dict(causal=call.causal, dropout=call.dropout, logits=call.logits)
+        if (window := options.get("window")) is not None:
+            options["window"] = min(window, length)
+        return cls(length, *sizes, **of_call, **options)
 
     @property
     def rule(self) -> Visibility:
@@ -177,18 +168,13 @@ def inverse_permutation(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
 
 
 class UnsortedInputs(NamedTuple):
-    """The arrays of kernels of chunks, by position.
+    """The arrays of kernels of chunks, by position."""
 
-    Attributes:
-      q, k, v: queries, keys, values; keys are None where queries are keys too.
-      order: as in `softmax.chunked.chunked_attention`.
-      segment_ids: likewise, padded to whole chunks with 0, or `TokensFirst` of them.
-      seed: `seed_words` of dropout; None without it.
-    """
-
+    # Keys are None where queries are keys too.
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T N H"] | None
     v: Float[Array, "B T N V"]
-    order: Order | None
+    order: Order | None  # as in `softmax.chunked.chunked_attention`
+    # As there, padded to whole chunks with 0, or `TokensFirst` of them.
     segment_ids: SegmentIds | TokensFirst | None
     seed: Int[Array, 6] | None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from reformax.ops.calls.call import Call
 from reformax.ops.softmax.dropout import full_dropout_mask
-from reformax.ops.softmax.masked import softmax_over
+from reformax.ops.softmax.online import softmax_over
 
 _PLAIN = Call()
 
@@ -31,4 +30,4 @@ def reference_attention(
     whole = softmax_over(logits, mask, "bnts,bsnv->bntv", v, dropped)
     if call.sinks is not None:
         whole = whole.with_sinks(call.sinks[None, :, None])
-    return jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
+    return whole.results(v.dtype)[0]

@@ -79,7 +79,6 @@ def attend(
       q, k, v: the shard's arrays. Keys and values may have fewer heads.
       segment_ids: the shard's ids of queries and keys; twice None: one segment.
       axis: the mesh axis of the devices.
-      seed: `seed_words` of dropout; None without it.
     """
     sides = (q,), (k, v)
     if causal and q.shape[1] % 2 and segment_ids[0] is None:
@@ -222,8 +221,7 @@ def _forward(pieces, causal, axis, queries, keys, seed):
     states = [Softmax.empty((q.shape[0], q.shape[2], q.shape[1]), v.shape[3], dtype)] * len(queries)
 
     def found(cut: bool, query: _Side, key: _Side) -> Softmax:
-        out, row_max, row_sum = pieces.forward(*_call(cut, seed, query, key))
-        return Softmax.of_output(jnp.swapaxes(out, 1, 2), row_max, row_sum)
+        return Softmax.of_results(pieces.forward(*_call(cut, seed, query, key)))
 
     for i, j, cut in _within(causal):
         states[i] = states[i].merge(found(cut, queries[i], keys[j]))
@@ -233,7 +231,7 @@ def _forward(pieces, causal, axis, queries, keys, seed):
         return _put(states, s, axis, parts, False, Softmax.merge)
 
     states = _around(axis, keys, step, tuple(states))
-    results = tuple((jnp.swapaxes(x.output(), 1, 2).astype(v.dtype), *x[1:]) for x in states)
+    results = tuple(x.results(v.dtype) for x in states)
     return tuple(out for out, *_ in results), (queries, keys, seed, results)
 
 

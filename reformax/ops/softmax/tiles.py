@@ -19,16 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
 from reformax.ops.calls.call import Call
-from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.numerics import row_blocks
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.logits import Logits
-from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
     Group,
     RowBlock,
@@ -37,42 +36,34 @@ from reformax.ops.numerics.row_blocks import (
     bias_tile,
     block_at,
     ids_of,
+    largest_divisor,
     over_groups,
     put_row_statistics,
     put_rows,
     row_statistics,
     rows,
 )
+from reformax.ops.softmax.block_lists import BlockInputs
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, lowest, nonzero, without_nan
 
-# Logits of a tile, of all heads that are computed together. A CPU's fit in its cache. On a GPU
-# several kernels write and read them, and more logits at a time amortize the launches.
-LOGITS_IN_CACHE = 2**19
+# Logits of a tile, of all heads that a GPU computes together: several kernels write and read them,
+# and more logits at a time amortize the launches.
 LOGITS_AT_A_TIME = 2**25
 
 
 class Tiling(NamedTuple):
-    """The static part of a call: its tiles, and what each tile computes.
+    """The static part of a call: its tiles, and what each tile computes."""
 
-    Attributes:
-      query_size: queries of a block.
-      key_size: keys of a block.
-      causal: whether a key is hidden from the queries before it.
-      logits: how products of queries and keys become logits; with a scale.
-      dropout: the rate at which attention weights are dropped.
-      exclude_self: whether a key is hidden from the query of its own position too.
-      n_folded: the number of heads where they are folded into the axis of examples, because each
-        has another order. Each example then has its own visits. 0: heads are not folded.
-    """
-
-    query_size: int
-    key_size: int
-    causal: bool
-    logits: Logits
+    query_size: int  # queries of a block
+    key_size: int  # keys of a block
+    causal: bool  # whether a key is hidden from the queries before it
+    logits: Logits  # how products of queries and keys become logits; with a scale
     dropout: float = 0.0
-    exclude_self: bool = False
+    exclude_self: bool = False  # whether a key is hidden from the query of its own position too
+    # The number of heads where they are folded into the axis of examples, because each has another
+    # order. Each example then has its own visits. 0: heads are not folded.
     n_folded: int = 0
 
     @property
@@ -81,24 +72,12 @@ class Tiling(NamedTuple):
         return Visibility(causal=self.causal, exclude_self=self.exclude_self)
 
 
-class TiledInputs(NamedTuple):
-    """The arrays of a call; None for those it does not have."""
-
-    q: Float[Array, "B T N H"]
-    k: Float[Array, "B S N H"]
-    v: Float[Array, "B S N V"]
-    bias: Float[Array, "#B #N #T #S"] | None
-    query_segment_ids: Int[Array, "B T"] | None
-    key_segment_ids: Int[Array, "B S"] | None
-    seed: Int[Array, 6] | None  # `seed_words` of the rng
-    query_order: Int[Array, "B T"] | None = None  # the position in each slot
-    key_order: Int[Array, "B S"] | None = None
-    sinks: Float[Array, " N"] | None = None  # of `softmax.learned_sinks`
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of logits, softmax and sums."""
-        return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)
+def tiling_of(
+    call: Call, q: Array, k: Array, query_size: int, key_size: int, **options: Any
+) -> Tiling:
+    """The tiling of a call, of blocks of at most these sizes."""
+    sizes = min(query_size, q.shape[1]), min(key_size, k.shape[1])
+    return Tiling(*sizes, call.causal, call.logits.for_size(q.shape[-1]), call.dropout, **options)
 
 
 class Visits(NamedTuple):
@@ -154,61 +133,34 @@ def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -
 
     Heads are divided first.
     """
-    fit = LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
+    fit = row_blocks.LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
     if tiling.n_folded:
         return 1, n_heads
     fit //= tiling.query_size * tiling.key_size
-    heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
-    return n_batch if heads > 1 else _largest_divisor(n_batch, fit), heads
-
-
-def _largest_divisor(n: int, at_most: int) -> int:
-    return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)
+    heads = 1 if per_head else largest_divisor(n_heads, fit // n_batch)
+    return n_batch if heads > 1 else largest_divisor(n_batch, fit), heads
 
 
 # The arithmetic of a tile.
 
 
-def _positions(
-    x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
-) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
-    """The positions in the sequence of a tile's queries and keys."""
-    if x.query_order is None:
-        return _column(queries.position), _line(keys.position)
-    of_query = ids_of(x.query_order, group, queries)
-    return of_query[:, None, :, None], ids_of(x.key_order, group, keys)[:, None, None, :]
+def _sides(x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock) -> tuple[Side, Side]:
+    """A tile's queries, arrays `[#b, 1, Q, 1]`, and its keys, `[#b, 1, 1, K]`."""
 
+    def side(order, ids, block: RowBlock, axis: int) -> Side:
+        position = block.position[None] if order is None else ids_of(order, group, block)
+        segment_id = None if ids is None else ids_of(ids, group, block)
+        exists = None if block.in_block is None else block.in_block[None]
+        each = position, segment_id, exists
+        return Side(*(None if y is None else jnp.expand_dims(y, (1, axis)) for y in each))
 
-def _column(x: Shaped[Array, " Q"]) -> Shaped[Array, "1 1 Q 1"]:
-    return x[None, None, :, None]
-
-
-def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
-    return x[None, None, None]
-
-
-def visible(
-    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
-) -> Bool[Array, "#b 1 #Q #K"] | None:
-    """The mask of a tile: which keys each query sees; None: all."""
-    query, key = _positions(x, group, queries, keys)
-    q_side, k_side = Side(query), Side(key)
-    if queries.in_block is not None:
-        q_side = q_side._replace(exists=_column(queries.in_block))
-    if keys.in_block is not None:
-        k_side = k_side._replace(exists=_line(keys.in_block))
-    if x.query_segment_ids is not None:
-        of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
-        of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
-        q_side, k_side = (
-            side._replace(segment_id=ids) for side, ids in ((q_side, of_query), (k_side, of_key))
-        )
-    return tiling.rule.sees(q_side, k_side)
+    of_queries = side(x.query_order, x.query_segment_ids, queries, 3)
+    return of_queries, side(x.key_order, x.key_segment_ids, keys, 2)
 
 
 def logits(
     tiling: Tiling,
-    x: TiledInputs,
+    x: BlockInputs,
     group: Group,
     queries: RowBlock,
     keys: RowBlock,
@@ -220,12 +172,12 @@ def logits(
     if bias is not None:
         bias = lax.dynamic_slice(bias, *bias_tile(bias.shape, group, queries, keys))
     s = tiling.logits.of("bnqh,bnkh->bnqk", q, k, bias)
-    mask = visible(tiling, x, group, queries, keys)
+    mask = tiling.rule.sees(*_sides(x, group, queries, keys))
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
 
 def tile_dropout_mask(
-    tiling: Tiling, x: TiledInputs, group: Group, queries: RowBlock, keys: RowBlock
+    tiling: Tiling, x: BlockInputs, group: Group, queries: RowBlock, keys: RowBlock
 ) -> Float[Array, "b n Q K"] | float:
     """The dropout mask of a tile's weights."""
     if tiling.dropout == 0.0:
@@ -234,7 +186,7 @@ def tile_dropout_mask(
     head = group.head + jnp.arange(group.n_heads)[None, :, None, None]
     if tiling.n_folded:
         example, head = jnp.divmod(example, tiling.n_folded)
-    positions = _positions(x, group, queries, keys)
+    positions = (side.position for side in _sides(x, group, queries, keys))
     return dropout_mask(x.seed, tiling.dropout, example, head, *positions)
 
 
@@ -254,7 +206,7 @@ class TiledResults(NamedTuple):
         )
 
 
-def no_results(x: TiledInputs) -> TiledResults:
+def no_results(x: BlockInputs) -> TiledResults:
     """Zeros, into which `with_rows` writes."""
     statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
@@ -263,7 +215,7 @@ def no_results(x: TiledInputs) -> TiledResults:
 
 def tile_softmax(
     tiling: Tiling,
-    x: TiledInputs,
+    x: BlockInputs,
     group: Group,
     queries: RowBlock,
     keys: RowBlock,
@@ -283,7 +235,7 @@ def tile_softmax(
 # Both passes.
 
 
-def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
+def forward(tiling: Tiling, x: BlockInputs, visits: Visits) -> TiledResults:
     """Attention over the tiles in `visits`, the blocks of keys for each block of queries.
 
     This is algorithm 2 of Dao et al. with the loops swapped, so that each row is written once.
@@ -311,7 +263,7 @@ def forward(tiling: Tiling, x: TiledInputs, visits: Visits) -> TiledResults:
 
 def backward(
     tiling: Tiling,
-    x: TiledInputs,
+    x: BlockInputs,
     visits: Visits,
     results: TiledResults,
     d_out: Float[Array, "B T N V"],
@@ -322,7 +274,6 @@ def backward(
       tiling, x: as in `forward`.
       visits: the blocks of queries for each block of keys.
       results: of the forward pass.
-      d_out: the gradient of `out`.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
@@ -375,17 +326,12 @@ def backward(
     sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
     n_blocks = visits.start.shape[1]
     dq, d_bias, dk, dv = over_groups(sizes, n_batch, n_heads, n_blocks, key_block, written)
-    return (
-        dq.astype(x.q.dtype),
-        dk,
-        dv,
-        None if d_bias is None else d_bias.astype(x.bias.dtype),
-    )
+    return (dq.astype(x.q.dtype), dk, dv, None if d_bias is None else d_bias.astype(x.bias.dtype))
 
 
 @functools.partial(CustomDerivatives, n_static=2)
 def attend(
-    forward_pass: Callable[..., TiledResults], tiling: Tiling, x: TiledInputs, plan: TilePlan
+    forward_pass: Callable[..., TiledResults], tiling: Tiling, x: BlockInputs, plan: TilePlan
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the tiles of a plan.
 
@@ -403,13 +349,12 @@ def _attend_forward(forward_pass, tiling, x, plan):
 
 
 def _attend_backward(forward_pass, tiling, residuals, d_out):
-    del forward_pass
     x, plan, results = residuals
     results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x, plan.by_key, results, d_out)
-    # Integers have no gradient.
-    integers = dict(query_segment_ids=None, key_segment_ids=None, seed=None)
-    return TiledInputs(*gradients, **integers, sinks=d_sinks(results, x.sinks, d_out)), None
+    *of_qkv, d_bias = gradients
+    d_x = BlockInputs(*of_qkv, *[None] * 3, bias=d_bias, sinks=d_sinks(results, x.sinks, d_out))
+    return d_x, None  # integers have no gradient
 
 
 def _attend_tangent(forward_pass, tiling, residuals, tangents):
@@ -420,12 +365,6 @@ def _attend_tangent(forward_pass, tiling, residuals, tangents):
 attend.define(_attend_forward, _attend_backward, _attend_tangent)
 
 
-def inputs(
-    call: Call,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N V"],
-) -> TiledInputs:
+def inputs(call: Call, q: Array, k: Array, v: Array) -> BlockInputs:
     """The arrays of an op's call."""
-    ids = segment_pair(call.segment_ids)
-    return TiledInputs(q, k, v, call.bias, *ids, call.seed, sinks=call.sinks)
+    return BlockInputs.of(call, q, k, v)._replace(bias=call.bias, sinks=call.sinks)

@@ -57,7 +57,6 @@ class Candidates(Options):
 
     def init(self, rng: PRNGKeyArray, size: int) -> dict[str, Array]:
         """The weights, for index vectors of so many features."""
-        del rng, size
         return {}
 
     def losses(self, x: IndexedKeys, queries: QueryChunk) -> Float[Array, "B Q"]:
@@ -72,7 +71,6 @@ class Candidates(Options):
         """How many numbers a query takes in memory until its candidates are scored.
 
         Args:
-          x: the keys.
           n_searched: vectors of a query that are searched.
           n_each: numbers that a candidate takes.
         """
@@ -86,7 +84,6 @@ class Candidates(Options):
         self, prepared: Any, x: IndexedKeys, index: IndexQueries, interpret: bool
     ) -> Int[Array, "B T M"] | None:
         """`of` for the queries of all positions in kernels; None where there are none."""
-        del prepared, x, index, interpret
 
     # Decoding. The keys are the cache's, of C positions, and all queries are causal.
 

@@ -14,7 +14,7 @@ from reformax.ops.indexing.candidates.base import IndexedKeys, QueryChunk
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, gathered, scores_of_gathered
 from reformax.ops.masking.visibility import Side
-from reformax.ops.numerics.best import best_of
+from reformax.ops.numerics.best import best_of, taken
 
 
 def best_candidates(
@@ -37,8 +37,6 @@ def best_candidates(
     if choose is not None:
         return choose(queries.index, jnp.where(allowed, position, -1))
     found = scores_of_gathered(keys.score, queries.index, gathered(keys.keys, at))
-    best = best_of(found, allowed, min(n_best, found.shape[-1]))
-    chosen = jnp.take_along_axis(position, jnp.maximum(best, 0), axis=-1)
-    chosen = jnp.where(best < 0, -1, chosen)
+    chosen = taken(position, best_of(found, allowed, min(n_best, found.shape[-1])))
     n_missing = n_best - chosen.shape[-1]
     return jnp.pad(chosen, ((0, 0), (0, 0), (0, n_missing)), constant_values=-1)

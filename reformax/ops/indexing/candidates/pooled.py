@@ -13,18 +13,18 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import SettingError, Size
 from reformax.ops.calls.options import options
+from reformax.ops.indexing.blocks import pooled_blocks
 from reformax.ops.indexing.candidates.base import (
     Candidates,
     IndexedKeys,
     QueryChunk,
     without_repeats,
 )
-from reformax.ops.indexing.pooling import pooled_blocks
 from reformax.ops.indexing.scores import gathered, scores, scores_of_gathered
 from reformax.ops.masking.contiguous import ends_of_segment
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
-from reformax.ops.numerics.best import best_of
-from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.numerics.best import best_of, taken
+from reformax.ops.numerics.query_chunks import in_blocks, positions_in
 
 
 class Level(NamedTuple):
@@ -107,14 +107,11 @@ class Pooled(Candidates):
             allowed = rule.sees(of_query, Side(block, ids, exists=exists))
             allowed &= (block[..., None] != ends[..., None, :]).all(axis=-1)
             best = best_of(mean_scores, allowed, min(self.n_blocks, mean_scores.shape[-1]))
-            block = jnp.broadcast_to(block, mean_scores.shape)
-            chosen = jnp.take_along_axis(block, jnp.maximum(best, 0), axis=-1)
-            kept = jnp.concatenate([ends, jnp.where(best < 0, -1, chosen)], axis=-1)
+            chosen = taken(jnp.broadcast_to(block, mean_scores.shape), best)
+            kept = jnp.concatenate([ends, chosen], axis=-1)
             kept = jnp.sort(kept, axis=-1)  # of equal scores the first block within is kept next
             above = size
-        within = jnp.arange(above, dtype=jnp.int32)[None, None, None]
-        position = jnp.where(kept[..., None] < 0, -1, kept[..., None] * above + within)
-        return position.reshape(n_batch, n_queries, -1)
+        return positions_in(kept, above)
 
     def start(self, x: IndexedKeys) -> Float[Array, "B C D"]:
         """The sum of the keys of each of the smallest blocks."""
@@ -122,7 +119,6 @@ class Pooled(Candidates):
         return in_blocks(keys, self.block_sizes[-1]).sum(axis=2)
 
     def advance(self, state, x: IndexedKeys, key, position) -> Float[Array, "B C D"]:
-        del x
         row = jnp.arange(state.shape[0])
         return state.at[row, position // self.block_sizes[-1]].add(key[:, 0])
 

@@ -42,11 +42,8 @@ def launch(
 
     Args:
       kernel: called with references to the inputs, the outputs and the scratch.
-      inputs: arrays.
-      out_shape: shapes of the outputs.
       scratch: types of memory that the warpgroup has, such as `tiles` and barriers.
       grid: sizes by the names of axes, the fastest first.
-      interpret: whether to run on any device, slowly.
       name: the name in profiles.
     """
     # JAX 0.10 has "lane" as its default, 0.12 "warpgroup", which infers the layouts of registers.
@@ -83,13 +80,9 @@ def _transforms(dtype: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroup:
-    """The operations of a warpgroup, compiled or interpreted.
+    """The operations of a warpgroup, compiled or interpreted."""
 
-    Attributes:
-      interpret: whether the kernel is interpreted.
-    """
-
-    interpret: bool
+    interpret: bool  # whether the kernel is interpreted
 
     def full(self, shape: tuple[int, ...], value: float) -> Array:
         """A tile, or a number for each of its rows."""
@@ -168,7 +161,6 @@ def _copy_rows(ctx: Any, dst: Any, src: Any, positions: Any) -> None:
     The chip's unit for bulk copies (TMA) takes rows by index from the next generation on. Pallas
     has no other copy of rows by index, so this is code of the layer below it.
     """
-    del ctx
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, memref

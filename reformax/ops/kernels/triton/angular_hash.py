@@ -136,10 +136,8 @@ def hash_vectors(
     """The buckets of `ops.hashing.angular.hash_by`, from products in the dtype of `vectors`.
 
     Args:
-      vectors: the vectors to hash.
       rotations: the directions of each head and hash, half as many as each factor, concatenated.
       factors: even bucket counts.
-      interpret: whether to run the kernel on any device, slowly.
     """
     batch, length, n_heads, size = vectors.shape
     n_hashes = rotations.shape[2]

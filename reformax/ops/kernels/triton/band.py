@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 from reformax.derivatives import CustomDerivatives
 from reformax.ops.kernels.triton import chunked
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
-from reformax.ops.masking.masks import TokensFirst
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
@@ -29,47 +28,26 @@ from reformax.ops.softmax.online import Softmax, lowest, nonzero
 from reformax.ops.softmax.orders import UnsortedInputs
 
 
-class BandOrder(NamedTuple):
-    """An order of the sequence in which the band is contiguous.
-
-    Attributes:
-      order: as in `ops.softmax.chunked.chunked_attention`; None: the sequence's own order.
-      segment_ids: ids of the positions that see each other in the band, padded to whole chunks with
-        0, or `TokensFirst` of them; None: one segment.
-    """
-
-    order: Any
-    segment_ids: Int[Array, "B Tp"] | TokensFirst | None
-
-
 @functools.partial(CustomDerivatives, n_static=3)
 def attend(
     band: Visibility,
     chunks: Any,
     interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
+    x: UnsortedInputs,
     global_positions: Int[Array, "B G"],
-    band_order: BandOrder,
     segment_ids: Int[Array, "B T"] | None,
-    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B T N V"]:
     """The attended values.
 
     Args:
       band: which neighbours a query sees.
       chunks: `Chunking` with the band as their window.
-      interpret: whether to run the kernels on any device, slowly.
-      q, k, v: queries, keys and values, finite at padding.
+      x: the arrays, finite at padding: an order in which the band is contiguous, and the ids of
+        positions that see each other in the band.
       global_positions: positions of the keys that all queries see; `NOWHERE` for none.
-      band_order: an order in which the band is contiguous.
-      segment_ids: ids of positions; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
+      segment_ids: of all positions.
     """
-    return _attend_forward(
-        band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed
-    )[0]
+    return _attend_forward(band, chunks, interpret, x, global_positions, segment_ids)[0]
 
 
 class _GlobalKeys(NamedTuple):
@@ -82,15 +60,16 @@ class _GlobalKeys(NamedTuple):
 
 
 def _global_keys(
-    band: Visibility, chunks: Any, q, k, v, global_positions, segment_ids, seed
+    band: Visibility, chunks: Any, x: UnsortedInputs, global_positions, segment_ids
 ) -> _GlobalKeys:
+    q, seed = x.q, x.seed
     query, key = jnp.arange(q.shape[1])[None, :, None], global_positions[:, None]
     q_side, k_side = Side(query), Side(key, exists=key < q.shape[1])
     if segment_ids is not None:
         q_side = q_side._replace(segment_id=segment_ids[..., None])
         k_side = k_side._replace(segment_id=ids_at(segment_ids, global_positions)[:, None])
     mask = outside_band(band, q_side, k_side)
-    keys, values = (rows_at(x, global_positions) for x in (k, v))
+    keys, values = (rows_at(y, global_positions) for y in (x.k, x.v))
     logits = chunks.logits.of("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
@@ -101,44 +80,35 @@ def _global_keys(
     return _GlobalKeys(keys, values, logits, dropped)
 
 
-def _attend_forward(
-    band, chunks, interpret, q, k, v, global_positions, band_order, segment_ids, seed
-):
-    q, k, v = first_order((q, k, v))
-    x = UnsortedInputs(q, k, v, *band_order, seed)
+def _attend_forward(band, chunks, interpret, x, global_positions, segment_ids):
+    x = UnsortedInputs(*first_order(x[:3]), *x[3:])
     in_band = chunked.forward(chunks, x, interpret=interpret)
-    far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
-    results = _merged(in_band, far, v.dtype)
-    inputs = q, k, v, global_positions, band_order, segment_ids, seed
-    return results[0], (inputs, results)
+    far = _global_keys(band, chunks, x, global_positions, segment_ids)
+    results = _merged(in_band, far, x.v.dtype)
+    return results[0], (x, global_positions, segment_ids, results)
 
 
 def _merged(results, far: _GlobalKeys, dtype) -> tuple[Array, Array, Array]:
     """The output, the maximum and the sum of rows that see the band of `results` and far keys."""
-    in_band, row_max, row_sum = results
     far_max = jnp.max(far.logits, axis=-1, initial=lowest(jnp.float32))
     weights = jnp.exp(far.logits - far_max[..., None])
     acc = product("bntg,bgnv->bntv", weights * far.dropped, far.values, dtype)
-    of_band = Softmax.of_output(jnp.swapaxes(in_band, 1, 2), row_max, row_sum)
-    whole = of_band.merge(Softmax(acc, far_max, weights.sum(axis=-1)))
-    return jnp.swapaxes(whole.output(), 1, 2).astype(dtype), *whole[1:]
+    of_far = Softmax(acc, far_max, weights.sum(axis=-1))
+    return Softmax.of_results(results).merge(of_far).results(dtype)
 
 
 def _attend_backward(band, chunks, interpret, residuals, d_out):
-    inputs, results = residuals
+    x, global_positions, segment_ids, results = residuals
     results, d_out = first_order((results, d_out))
-    q, k, v, global_positions, band_order, segment_ids, seed = inputs
-    x = UnsortedInputs(q, k, v, *band_order, seed)
     dq, dk, dv = chunked.backward(chunks, x, results, d_out, interpret=interpret)
-    far = _global_keys(band, chunks, q, k, v, global_positions, segment_ids, seed)
-    dq_far, *far_gradients = _far_gradients(chunks, q, far, results, d_out)
-    dq = dq + dq_far
-    row = jnp.arange(len(q))[:, None]
+    far = _global_keys(band, chunks, x, global_positions, segment_ids)
+    dq_far, *far_gradients = _far_gradients(chunks, x.q, far, results, d_out)
+    row = jnp.arange(len(dq))[:, None]
     dk, dv = (
         x.astype(jnp.float32).at[row, global_positions].add(y, mode="drop").astype(x.dtype)
         for x, y in zip((dk, dv), far_gradients, strict=True)
     )
-    return dq, dk, dv, None, None, None, None
+    return UnsortedInputs(dq + dq_far, dk, dv, None, None, None), None, None
 
 
 attend.define(_attend_forward, _attend_backward)
@@ -161,16 +131,10 @@ def _far_gradients(chunks: Any, q, far: _GlobalKeys, results, d_out) -> tuple[Ar
 
 @functools.partial(CustomDerivatives, n_static=2)
 def attend_and_far(
-    chunks: Any,
-    interpret: bool,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
-    far: FarKeys,
-    segment_ids: Int[Array, "B Tp"] | TokensFirst | None,
+    chunks: Any, interpret: bool, x: UnsortedInputs, far: FarKeys
 ) -> Float[Array, "B T N V"]:
-    """`ops.softmax.band.attend_and_far`; `segment_ids` are as in `BandOrder`."""
-    return _and_far_forward(chunks, interpret, q, k, v, far, segment_ids)[0]
+    """`ops.softmax.band.attend_and_far`; the arrays have neither an order nor a seed."""
+    return _and_far_forward(chunks, interpret, x, far)[0]
 
 
 def _with_logits(chunks: Any, q, far: FarKeys) -> _GlobalKeys:
@@ -179,23 +143,22 @@ def _with_logits(chunks: Any, q, far: FarKeys) -> _GlobalKeys:
     return _GlobalKeys(far.keys, far.values, logits, 1.0)
 
 
-def _and_far_forward(chunks, interpret, q, k, v, far, segment_ids):
-    q, k, v, far = first_order((q, k, v, far))
-    x = UnsortedInputs(q, k, v, None, segment_ids, None)
+def _and_far_forward(chunks, interpret, x, far):
+    qkv, far = first_order((x[:3], far))
+    x = UnsortedInputs(*qkv, *x[3:])
     in_band = chunked.forward(chunks, x, interpret=interpret)
-    results = _merged(in_band, _with_logits(chunks, q, far), v.dtype)
-    return results[0], ((q, k, v, far, segment_ids), results)
+    results = _merged(in_band, _with_logits(chunks, x.q, far), x.v.dtype)
+    return results[0], (x, far, results)
 
 
 def _and_far_backward(chunks, interpret, residuals, d_out):
-    (q, k, v, far, segment_ids), results = residuals
+    x, far, results = residuals
     results, d_out = first_order((results, d_out))
-    x = UnsortedInputs(q, k, v, None, segment_ids, None)
     dq, dk, dv = chunked.backward(chunks, x, results, d_out, interpret=interpret)
-    found = _far_gradients(chunks, q, _with_logits(chunks, q, far), results, d_out)
+    found = _far_gradients(chunks, x.q, _with_logits(chunks, x.q, far), results, d_out)
     like = far.keys, far.values
     of_far = (g.astype(x.dtype) for g, x in zip(found[1:], like, strict=True))
-    return dq + found[0], dk, dv, FarKeys(*of_far, None), None
+    return UnsortedInputs(dq + found[0], dk, dv, None, None, None), FarKeys(*of_far, None)
 
 
 attend_and_far.define(_and_far_forward, _and_far_backward)

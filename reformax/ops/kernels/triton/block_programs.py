@@ -15,12 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from reformax.ops.kernels.triton.common import (
-    QueryRows,
-    load,
-    tile_bits,
-    tile_dropout_mask,
-)
+from reformax.ops.kernels.triton.common import QueryRows, load, tile_bits, tile_dropout_mask
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.masking.visibility import Side, Visibility, all_of
 from reformax.ops.numerics.logits import Logits

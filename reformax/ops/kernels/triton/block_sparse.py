@@ -197,10 +197,8 @@ def _launch_parts(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, inter
 
     Args:
       kernel: called with the inputs, the work, references to results and to buffers.
-      cut: the work.
       inputs: trees of arrays, the first `BlockInputs`.
       shapes: the shapes of the results, `[B, T, N, H]` or `[B, N, T]`.
-      interpret: whether to run on any device, slowly.
     """
     program = cut.program
     n_batch, _, n_heads, _ = inputs[0].q.shape
@@ -244,9 +242,7 @@ def forward(
 
     Args:
       layout: which queries see which keys, with blocks of a multiple of 16 positions.
-      x: the arrays.
       tiles: the kernel's tiles, of sizes that divide the blocks; None: chosen by the sizes.
-      interpret: whether to run the kernel on any device, slowly.
     """
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
@@ -274,9 +270,7 @@ def backward(
 
     Args:
       layout, x: as in `forward`, whose `results` follow.
-      d_out: the gradient of the attended values.
       tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
-      interpret: whether to run the kernels on any device, slowly.
     """
     row = query_rows(d_out, results, x.query_segment_ids)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))

@@ -27,6 +27,7 @@ from reformax.ops.kernels.triton.common import (
 )
 from reformax.ops.kernels.triton.indexer import COLUMNS, in_order, padded_length
 from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
+from reformax.ops.numerics.best import taken
 from reformax.ops.numerics.precision import IndexDtype, in_three
 
 
@@ -86,7 +87,6 @@ def choose(
 
     Args:
       n_best: K.
-      interpret: whether to run the kernels on any device, slowly.
       queries, keys: from `parts_of`; keys have one head.
       weights: the indexer's, float32.
       candidates: positions of keys; -1 is none.
@@ -103,6 +103,4 @@ def choose(
         interpret=interpret,
         name="dsa_candidates",
     )
-    best = top_k(n_best, interpret, scores, RowRule(n_queries, n_candidates))
-    chosen = jnp.take_along_axis(candidates, jnp.maximum(best, 0), axis=2)
-    return jnp.where(best < 0, -1, chosen)
+    return taken(candidates, top_k(n_best, interpret, scores, RowRule(n_queries, n_candidates)))

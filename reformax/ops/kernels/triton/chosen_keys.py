@@ -28,17 +28,11 @@ from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 
 
 class ChoiceLearner(NamedTuple):
-    """What learns a choice.
+    """What learns a choice."""
 
-    Attributes:
-      index: the indexer's vectors.
-      factor: of the sum of its divergence over queries.
-      chosen: the keys of each query over which that is, -1 for none.
-    """
-
-    index: IndexerArrays
-    factor: Float[Array, ""]
-    chosen: Int[Array, "B T K"]
+    index: IndexerArrays  # the indexer's vectors
+    factor: Float[Array, ""]  # of the sum of its divergence over queries
+    chosen: Int[Array, "B T K"]  # the keys of each query over which that is, -1 for none
 
     def gradient(
         self,
@@ -63,11 +57,8 @@ def makes_bits(n_listed: int, n_keys: int, q: Array, k: Array, by_list: bool, le
     """Whether kernels make a bit for each query and key.
 
     Args:
-      n_listed: K.
       n_keys: the number of keys, or of their summaries.
-      q, k: queries and keys.
       by_list: whether the attention reads lists, of keys or of blocks.
-      learns: whether an indexer learns.
     """
     sizes = n_listed, n_keys, q.shape[2], k.shape[2]
     return not by_list or (learns and not indexer_gradient.reads_lists(*sizes))
@@ -93,14 +84,10 @@ def attend(
     `numerics.auxiliary_loss.with_loss`.
 
     Args:
-      sizes: the static settings.
       by_list: whether programs read lists; False: they visit all tiles.
-      interpret: whether to run the kernels on any device, slowly.
       q, k, v: queries, keys, values, zeros at padding.
       learner: None: no indexer learns.
       chosen: the keys that each query sees, -1 for none.
-      ids, key_ids: the segments of queries and of keys; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
     """
     return _forward(sizes, by_list, interpret, q, k, v, learner, chosen, ids, key_ids, seed)[0]
 

@@ -225,9 +225,7 @@ def forward(
 
     Args:
       chunks: as in `ops.softmax.chunked.chunked_attention`.
-      x: the arrays.
       tiles: the kernel's tiles; None: the fastest on an H200.
-      interpret: whether to run the kernel on any device, slowly.
     """
     inputs, q, v = chunk_inputs(chunks, x), x.q, x.v
     shapes, state = softmax_shapes(q, v), None
@@ -249,7 +247,6 @@ def backward(
 
     Args:
       chunks, x, tiles, interpret: as in `forward`, whose `results` follow.
-      d_out: the gradient of the attended values.
     """
     inputs, ids = chunk_inputs(chunks, x), x.segment_ids
     ids = ids.segment_ids if isinstance(ids, TokensFirst) else segment_pair(ids)[0]
@@ -294,7 +291,6 @@ def _forward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
 
 
 def _backward_tiles(x: ChunkInputs, hash_index: int) -> ChunkTiles:
-    del hash_index
     if _is_wide(x):
         return ChunkTiles(32, 32, 8, 2 if x.v.dtype.itemsize == 2 else 1)
     if x.order is None:

@@ -56,11 +56,7 @@ def attend(
     The sum has no gradient.
 
     Args:
-      layout: the layout of the sorted members.
-      interpret: whether to run the kernels on any device, slowly.
-      q, k, v: queries, keys and values.
       queries, keys: from `in_order`.
-      seed: `seed_words` of dropout; None without dropout.
     """
     return _attend_forward(layout, interpret, q, k, v, queries, keys, seed)[0]
 

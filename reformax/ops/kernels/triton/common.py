@@ -78,8 +78,6 @@ def tile_bits(
     """Whether each query has chosen each key of a tile, by the words of `bits_of`.
 
     Args:
-      ref: a reference to the words.
-      batch: the sequence.
       query, key: two sides of the tile; False where either does not exist.
       first, n_keys: the tile's first key, and their number: 16, or a multiple of a word's 32. The
         first is a multiple of it.
@@ -104,10 +102,6 @@ def view_rows(
     """A view of rows of `[B, T, N, H]` as a tile, for `load` and `store`, and its mask.
 
     Args:
-      ref: the reference.
-      batch: the sequence.
-      position: the rows' positions.
-      head: the head.
       width: J, the columns of the tile. Columns from H on are masked.
       exists: whether each row exists; None: all rows exist.
     """
@@ -213,20 +207,14 @@ class QueryRows(NamedTuple):
     """The arrays that a backward pass reads of each query.
 
     Statistics of rows are `[B, N, T]`, or in another order of the positions.
-
-    Attributes:
-      d_out: the gradient of the output, divided by the row's sum where `inverse_sum` is None.
-      dot: the product of the output and its gradient.
-      row_max: the row's largest logit.
-      row_sum: the sum of the row's softmax; None where no kernel reads it.
-      inverse_sum: 1 / `row_sum`; None where `d_out` is already divided by the sum.
     """
 
+    # The gradient of the output, divided by the row's sum where `inverse_sum` is None.
     d_out: Float[Array, "B T N V"]
-    dot: Array
-    row_max: Array
-    row_sum: Array | None
-    inverse_sum: Array | None
+    dot: Array  # the product of the output and its gradient
+    row_max: Array  # the row's largest logit
+    row_sum: Array | None  # the sum of the row's softmax; None where no kernel reads it
+    inverse_sum: Array | None  # 1 / `row_sum`; None where `d_out` is already divided by the sum
 
 
 def query_rows(

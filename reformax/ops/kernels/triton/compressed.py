@@ -33,7 +33,6 @@ class Part(NamedTuple):
 
     Attributes:
       k, v: the vectors.
-      ids: their segments; None: one segment.
       chosen: the keys that each query sees, by number, or with `NsaSizes.block` the blocks of keys;
         -1 is none. None: the query sees all up to itself.
     """
@@ -46,8 +45,7 @@ class Part(NamedTuple):
 
 def window_sizes(window: int, rows: int, **common: Any) -> nsa.NsaSizes:
     """The static settings of the part of the positions in a window."""
-    one = dict(block=0, n_selected=0, stride=1, span=1)
-    return nsa.NsaSizes(**one, **common, rows=rows, window=window, address=(2, 0))
+    return nsa.NsaSizes(**common, rows=rows, window=window, address=(2, 0))
 
 
 def summary_sizes(
@@ -56,8 +54,8 @@ def summary_sizes(
     """The static settings of the part of the summaries of blocks, all or those of lists."""
     if by_list:
         return listed.ListedSizes(**common, span=block_size, address=(2, 1))
-    of_blocks = dict(block=0, n_selected=0, stride=block_size, span=block_size)
-    return nsa.NsaSizes(**of_blocks, **common, rows=rows, address=(2, 1))
+    of_blocks = dict(stride=block_size, span=block_size, address=(2, 1))
+    return nsa.NsaSizes(**common, rows=rows, **of_blocks)
 
 
 def block_sizes(
@@ -67,8 +65,7 @@ def block_sizes(
     own = listed.ListedSizes(**common)
     if not by_block:  # a list of their positions too
         return own, own
-    of_blocks = dict(block=block_size, n_selected=n_chosen, stride=1, span=1)
-    return own, nsa.NsaSizes(**of_blocks, **common, rows=rows)
+    return own, nsa.NsaSizes(**common, rows=rows, block=block_size, n_selected=n_chosen)
 
 
 @functools.partial(CustomDerivatives, n_static=2)
@@ -90,14 +87,11 @@ def attend(
 
     Args:
       sizes: the static settings of both parts.
-      interpret: whether to run the kernels on any device, slowly.
       q: queries, zeros at padding.
       near, far: keys that each query sees in any case, and those that it may choose.
       sinks: of `softmax.learned_sinks`; None: there are none. Gradients of padding's outputs must
         then be zeros.
       learner: of the choice of `far`; None: no indexer learns.
-      ids: the segments of queries; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
     """
     return _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed)[0]
 
@@ -122,20 +116,14 @@ def _forward(sizes, interpret, q, near, far, sinks, learner, ids, seed):
         kernels, *arguments = _call(size, q, x, ids, seed)
         of_parts.append(kernels.forward(*arguments, interpret=interpret))
     of_near, of_far = of_parts
-    results = with_sinks(_merged(of_near, of_far), sinks)
+    whole = Softmax.of_results(of_near).merge(Softmax.of_results(of_far))
+    results = with_sinks(whole.results(of_near[0].dtype), sinks)
     total = None
     if learner is not None:  # the sum of all heads' weights of what is chosen
         _, far_max, far_sum = of_far
         _, row_max, row_sum = results
         total = jnp.sum(far_sum * jnp.exp(far_max - row_max) / nonzero(row_sum), axis=1)
     return results, ((q, near, far, sinks, learner, ids, seed), results, total)
-
-
-def _merged(near: Results, far: Results) -> Results:
-    """The results of both parts together."""
-    both = (Softmax.of_output(jnp.swapaxes(out, 1, 2), *sums) for out, *sums in (near, far))
-    whole = functools.reduce(Softmax.merge, both)
-    return jnp.swapaxes(whole.output(), 1, 2).astype(near[0].dtype), *whole[1:]
 
 
 def _backward(sizes, interpret, residuals, cotangents):

@@ -60,7 +60,6 @@ class Program:
     Attributes:
       x: references to the arrays of the call, among them `q`, `k` and `v`.
       row: references to what the backward pass reads of each query; None in the forward pass.
-      batch: the sequence.
       logits: how products become logits; their scale is 1 / sqrt(H).
       zero_padding: whether padding is zeros in memory. Otherwise it may be NaN.
     """
@@ -167,8 +166,6 @@ def forward(program: Program, queries: Block, state: Softmax | None = None) -> S
     """The accumulator, the running maximum of unscaled logits, and the normalizer of some queries.
 
     Args:
-      program: the program.
-      queries: its tile.
       state: the softmax of earlier keys; None: there are none.
     """
     x, query = program.x, column(queries)

@@ -29,10 +29,7 @@ class GroupInputs(NamedTuple):
     """The arrays that programs read, zeros at padding.
 
     Attributes:
-      q: queries.
       k, v: keys and values, or summaries of them.
-      ids, key_ids: segments of queries and of keys; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
       chosen: what each query sees, -1 for none: blocks of keys, or a list of keys, none of them
         twice, for all queries or a chunk of them. None: all keys up to itself.
       bits: a bit for each key, set where the query sees it; None: no key is hidden so.

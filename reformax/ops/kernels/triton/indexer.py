@@ -255,10 +255,7 @@ def choose_positions(
 
     Args:
       n_best: K.
-      causal: whether later positions are hidden.
-      interpret: whether to run the kernels on any device, slowly.
       queries, weights, keys: the indexer's arrays, float32, `precision.rounded`.
-      ids, key_ids: the segments of queries and of keys; None: one segment.
       span: positions of a key.
       dtype: what queries and keys were rounded to.
       first: the position of the first query, of queries that are a shard of a sequence. None: 0.

@@ -249,12 +249,8 @@ def indexer_gradient(
     """The gradient of the sum of eq. 4 over queries.
 
     Args:
-      rule: the static settings.
-      interpret: whether to run the kernels on any device, slowly.
-      index: the indexer's queries, weights and keys.
       attention: queries and keys of the attention, and its softmax.
       chosen: the keys of each query, each once; -1 is none.
-      ids, key_ids: the segments of queries and of keys; None: one segment.
     """
     n_batch, length, n_index, size = index.queries.shape
     n_keys = index.keys.shape[1]

@@ -40,17 +40,11 @@ MAX_PART_BYTES = 64 * 128 * 2
 
 
 class KeyRule(NamedTuple):
-    """The static settings of the indexer's gradient.
-
-    Attributes:
-      causal: whether later keys are hidden.
-      logits: how the attention's products become logits.
-      span: positions of a key, which is seen from the last one on.
-    """
+    """The static settings of the indexer's gradient."""
 
     causal: bool
-    logits: Logits
-    span: int = 1
+    logits: Logits  # how the attention's products become logits
+    span: int = 1  # positions of a key, which is seen from the last one on
 
     def program(self, x: IndexerInputs, batch: Any, columns: int = COLUMNS) -> IndexerProgram:
         return IndexerProgram(x, batch, self.causal, self.span, columns)
@@ -76,40 +70,26 @@ class ListInputs(NamedTuple):
 
 
 class GradientOutputs(NamedTuple):
-    """The gradients by a chunk of queries; of its keys `difference` or `contributions`.
+    """The gradients by a chunk of queries; of its keys `difference` or `contributions`."""
 
-    Attributes:
-      queries, weights: the gradients of its index queries and their weights.
-      difference: the gradient of the scaled scores, of which that of the keys is made.
-      contributions: what each query adds to the gradients of the keys of its list.
-    """
-
-    queries: Array  # [B, Q, J, D]
+    queries: Array  # [B, Q, J, D], of index queries
     weights: Array  # [B, Q, J]
-    difference: Array | None  # [B, Q, F]
-    contributions: Array | None  # [B, 1, Q, K, D]
+    # [B, Q, F]: the gradient of the scaled scores, of which that of the keys is made.
+    difference: Array | None
+    # [B, 1, Q, K, D]: what each query adds to the gradients of the keys of its list.
+    contributions: Array | None
 
 
 class _ListedKeys(NamedTuple):
-    """A tile of a query's list.
+    """A tile of a query's list."""
 
-    Attributes:
-      slot: the indices in the list.
-      exists: whether a slot has a key.
-      number: the keys' numbers, 0 where there is none.
-      visible: whether the query sees them.
-      rows: the index keys.
-      products: those of the index heads with them.
-      scores: their scores, eq. 1.
-    """
-
-    slot: Int[Array, " C"]
-    exists: Array
-    number: Int[Array, " C"]
-    visible: Array
-    rows: Float[Array, "C D"]
-    products: Float[Array, "J C"]
-    scores: Float[Array, " C"]
+    slot: Int[Array, " C"]  # the indices in the list
+    exists: Array  # whether a slot has a key
+    number: Int[Array, " C"]  # the keys' numbers, 0 where there is none
+    visible: Array  # whether the query sees them
+    rows: Float[Array, "C D"]  # the index keys
+    products: Float[Array, "J C"]  # those of the index heads with them
+    scores: Float[Array, " C"]  # their scores, eq. 1
 
 
 class _Heads(NamedTuple):

@@ -98,23 +98,14 @@ def pays(n_listed: int, n_keys: int, group: int, itemsize: int, causal: bool = T
 
 
 class ListedSizes(NamedTuple):
-    """The kernels' static settings.
+    """The kernels' static settings."""
 
-    Attributes:
-      group: M.
-      dropout: the rate of dropout.
-      logits: how products of queries and keys become logits.
-      causal: whether later keys are hidden.
-      span: positions that a key summarizes; it is seen from the last one on.
-      address: a and b: dropout is drawn for key s by the address a s + b.
-    """
-
-    group: int
+    group: int  # M
     dropout: float
     logits: Logits
     causal: bool = True
-    span: int = 1
-    address: tuple[int, int] = (1, 0)
+    span: int = 1  # positions that a key summarizes; it is seen from the last one on
+    address: tuple[int, int] = (1, 0)  # a and b: dropout is drawn for key s by the address a s + b
 
     @property
     def rule(self) -> Visibility:
@@ -367,7 +358,6 @@ def added(
       found: contributions to each, of `n_programs` programs of a key head.
       listed: the lists of the chunk's queries.
       n_programs: P.
-      interpret: whether to run the kernel on any device, slowly.
     """
     (n_batch, n_keys, n_kv, _), n = sums[0].shape, len(sums)
     found = tuple(x.reshape(*x.shape[:2], -1, x.shape[4]) for x in found)

@@ -61,26 +61,19 @@ class MobaSizes(NamedTuple):
 
 
 class MobaInputs(NamedTuple):
-    """The arrays of a call.
+    """The arrays of a call."""
 
-    Attributes:
-      q, k, v: queries, keys, values, zeros at padding.
-      ids: the tokens' segments; None: one segment.
-      seed: `seed_words` of dropout; None without dropout.
-      block: the block of each tile.
-      pair: the tile's queries: q K + n for query q whose n-th block it is; -1 for none.
-      bounds: the first tile of each block, and the end.
-      exists: whether each query has an n-th block. Programs do not read it.
-    """
-
+    # Zeros at padding.
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T G H"]
     v: Float[Array, "B T G V"]
     ids: Int[Array, "B T"] | None
     seed: Int[Array, 6] | None
-    block: Int[Array, "B N M"]
+    block: Int[Array, "B N M"]  # the block of each tile
+    # The tile's queries: q K + n for query q whose n-th block it is; -1 for none.
     pair: Int[Array, "B N M I"]
-    bounds: Int[Array, "B N C+1"]
+    bounds: Int[Array, "B N C+1"]  # the first tile of each block, and the end
+    # Whether each query has an n-th block. Programs do not read it.
     exists: Bool[Array, "B N T K"] | None
 
 
@@ -245,9 +238,7 @@ def forward(sizes: MobaSizes, x: MobaInputs, interpret: bool) -> Results:
     (parts,) = _launch(_forward_kernel, sizes, interpret, (read,), (shapes,), n_tiles)
     # The softmax of each query over its blocks. Slots that no program wrote are undefined.
     parts = Softmax(*(y.reshape(*exists.shape, *y.shape[3:]) for y in parts))
-    whole = parts.merged(axis=3, where=exists)
-    out = jnp.swapaxes(whole.output(), 1, 2).astype(v.dtype)
-    return out, *whole[1:]
+    return parts.merged(axis=3, where=exists).results(v.dtype)
 
 
 def backward(

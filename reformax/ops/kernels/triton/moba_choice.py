@@ -20,14 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import (
-    column,
-    hide,
-    launch,
-    line,
-    load,
-    power_of_two,
-)
+from reformax.ops.kernels.triton.common import column, hide, launch, line, load, power_of_two
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import with_nan_highest
@@ -136,9 +129,6 @@ def choose_blocks(
     Products are exact to float32, also those of float32 means with bfloat16 queries.
 
     Args:
-      sizes: the static settings.
-      interpret: whether to run the kernel on any device, slowly.
-      q: queries.
       means: means of the blocks' keys, in the dtype of q or in float32.
       ids, block_ids: segments of queries and of blocks; None: one segment.
     """

@@ -59,30 +59,21 @@ ROWS = {2: 128, 4: 32}
 
 
 class NsaSizes(NamedTuple):
-    """The kernels' static settings.
+    """The kernels' static settings."""
 
-    Attributes:
-      group: M, query heads of a key head.
-      block: L, positions of a selected block; 0 for summaries.
-      n_selected: K, the blocks that a query selects; 0 for summaries.
-      stride, span: d and P of summaries; 1 and 1 for positions.
-      dropout: the rate of dropout.
-      rows: rows of a tile.
-      logits: how products of queries and keys become logits.
-      window: keys `window` or more positions before a query are hidden; None: none is.
-      address: a and b, where dropout is drawn for key s by the address a s + b; None: by the last
-        position that the key summarizes.
-    """
-
-    group: int
-    block: int
-    n_selected: int
-    stride: int
-    span: int
+    group: int  # M, query heads of a key head
     dropout: float
-    rows: int
+    rows: int  # rows of a tile
     logits: Logits
+    block: int = 0  # L, positions of a selected block; 0 for summaries
+    n_selected: int = 0  # K, the blocks that a query selects; 0 for summaries
+    # d and P of summaries; 1 and 1 for positions.
+    stride: int = 1
+    span: int = 1
+    # Keys `window` or more positions before a query are hidden; None: none is.
     window: int | None = None
+    # a and b: dropout is drawn for key s by the address a s + b; None: by the last position that
+    # the key summarizes.
     address: tuple[int, int] | None = None
 
     @property
@@ -122,18 +113,13 @@ def n_rows(x: Array) -> int:
 
 
 class NsaLists(NamedTuple):
-    """Which queries select each block.
+    """Which queries select each block."""
 
-    Attributes:
-      pair: each tile's queries: t K + n for query t whose n-th block it is; -1 for none.
-      parts: the block of each part, its first tile and its end; a part that does not exist is
-        empty.
-      first_part: the first part of each block, and the end.
-    """
-
+    # Each tile's queries: t K + n for query t whose n-th block it is; -1 for none.
     pair: Int[Array, "B G M I"]
+    # The block of each part, its first tile and its end; a part that does not exist is empty.
     parts: Int[Array, "3 B G W"]
-    first_part: Int[Array, "B G J+1"]
+    first_part: Int[Array, "B G J+1"]  # the first part of each block, and the end
 
 
 class NsaColumns(NamedTuple):

@@ -54,21 +54,14 @@ BLOCKS_PER_WARP = 1024
 
 
 class SelectionSizes(NamedTuple):
-    """The kernels' static settings.
+    """The kernels' static settings."""
 
-    Attributes:
-      n_best: K, the blocks that a query selects.
-      block: L, positions of a block.
-      stride, span: d and P, positions between the starts of summaries, and of a summary.
-      group: M, query heads of a key head.
-      logits: how products of queries and keys become logits.
-    """
-
-    n_best: int
-    block: int
+    n_best: int  # K, the blocks that a query selects
+    block: int  # L, positions of a block
+    # d and P: positions between the starts of summaries, and of a summary.
     stride: int
     span: int
-    group: int
+    group: int  # M, query heads of a key head
     logits: Logits
 
     @property
@@ -147,8 +140,6 @@ class _SelectionProgram(NamedTuple):
         """Unscaled logits of rows and summaries, minus infinity where a row does not see one.
 
         Args:
-          rows: the rows.
-          summary: indices of the summaries.
           exists: whether each summary exists; None: all exist, and all rows see them.
           transposed: whether summaries are the first axis.
         """
@@ -297,10 +288,6 @@ def select(
     Products are exact to float32.
 
     Args:
-      sizes: the static settings.
-      interpret: whether to run the kernels on any device, slowly.
-      q: queries.
-      keys: the summaries.
       ids, key_ids: segments of queries and of summaries; None: one segment.
       first: the first block that a query may select; None: block 0.
     """

@@ -162,10 +162,7 @@ class _Launches(NamedTuple):
         return self._each(solve_kernel, (solution,), (shapes,))[0]
 
     def states(
-        self,
-        solved,
-        initial: RecurrenceStates | None = None,
-        residuals: Residuals | None = None,
+        self, solved, initial: RecurrenceStates | None = None, residuals: Residuals | None = None
     ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, Residuals]:
         """The state before each chunk, the written values, and the state after the last chunk.
 
@@ -366,7 +363,6 @@ def forward(
       initial: the state that the first segment begins with; None: zeros. The chunks are one group
         with it, so that states come in and go out once.
       keep: whether `backward` follows, which reads the second result.
-      interpret: whether to run the kernels on any device, slowly.
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups if initial is None else 1, order)

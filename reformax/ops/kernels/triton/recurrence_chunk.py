@@ -341,7 +341,6 @@ class ChunkRows(NamedTuple):
         """`weighted` makes `sum_h x_ih y_jh exp(c_ih - c_jh)` of it.
 
         Args:
-          x, y: rows.
           columns: their features, a block of all; products of blocks add up. None: all.
         """
         if not self.by_feature:

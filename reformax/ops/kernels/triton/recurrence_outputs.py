@@ -66,10 +66,7 @@ def solve_kernel(x, stored, solved, *, plan) -> None:
     `1 - b (1 + P b)^-1 P`.
 
     Args:
-      x: the inputs.
       stored: the solution of the forward pass; None: a chunk's system is inverted once, by halves.
-      solved: the results.
-      plan: the static settings.
     """
     rows = chunk_of(plan, x)
 
@@ -258,15 +255,11 @@ def gradients_kernel(
     """The gradients of the inputs, from the states on both sides of a chunk.
 
     Args:
-      x: the inputs.
       inverse, values: from `solve_kernel` and `states_kernel`; `x.v` without the delta rule.
       states, d_states: the state before each chunk, and the gradient of the state after it.
       d_values: the gradients of the values of the delta rule.
-      d_out: the gradient of the outputs.
       d_total: for means, the gradient of the sums of weights, `[B, T, N]`.
       units: `UnitRows` of the queries and keys, for gradients of what they were normalised from.
-      out: the gradients.
-      plan: the static settings.
     """
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])

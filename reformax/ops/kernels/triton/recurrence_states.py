@@ -78,13 +78,11 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
     """The state before each chunk, and the written values; or the state at the end of each group.
 
     Args:
-      x: the inputs.
       solved: the delta rule; None for others.
       begins: the state before each group; None: zeros.
       states, values: the results; None in the first of two passes. Values are the x of
         `SolvedDelta`, None for others.
       ends: the state at the end of each group from zeros, and the transition; None otherwise.
-      plan, blocks: the static settings.
     """
     program, group, h, v = _block(plan, x, blocks)
     state = _zeros(plan, blocks)
@@ -162,15 +160,11 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
     """The state before each group; with `reverse`, the gradient of the state after it.
 
     Args:
-      x: the inputs.
       kept: `[B, N, G, H]`, the decay of a state over a group; with the delta rule, 1 if any is
         left, or 0.
       ends: the state at the end of each group, from zeros.
       transitions: for the delta rule `[B, N, G, H, W + H]`, whose last H columns are the group's
         result for the identity; None for others.
-      begins: the results.
-      plan, blocks: the static settings.
-      reverse: whether to go from the last group to the first.
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)

@@ -44,19 +44,13 @@ HIDDEN, HIGHEST = -(2**31), 2**31 - 1
 
 
 class RowRule(NamedTuple):
-    """Where the rows of scores end.
+    """Where the rows of scores end."""
 
-    Attributes:
-      length: rows from this one on have no scores.
-      n_keys: scores of a row.
-      causal: whether a row has scores only of the keys up to itself. One below 0 has none.
-      span: positions of a key.
-    """
-
-    length: int
-    n_keys: int
+    length: int  # rows from this one on have no scores
+    n_keys: int  # scores of a row
+    # Whether a row has scores only of the keys up to itself. One below 0 has none.
     causal: bool = False
-    span: int = 1
+    span: int = 1  # positions of a key
 
     def end(self, row: Any) -> Any:
         seen = lax.div(row + 1, jnp.int32(self.span)) if self.causal else jnp.int32(self.n_keys)
@@ -69,17 +63,11 @@ class _TopKOutputs(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Scores that a program reads in tiles.
+    """Scores that a program reads in tiles."""
 
-    Attributes:
-      n: the number of tiles.
-      width: scores of a tile.
-      read: the scores of a tile, HIDDEN where there are none.
-    """
-
-    n: Any
-    width: int
-    read: Callable[[Any], Int[Array, " width"]]
+    n: Any  # the number of tiles
+    width: int  # scores of a tile
+    read: Callable[[Any], Int[Array, " width"]]  # the scores of a tile, HIDDEN where there are none
 
     def position(self, i: Any) -> Int[Array, " width"]:
         return i * self.width + jnp.arange(self.width, dtype=jnp.int32)
@@ -107,16 +95,11 @@ class _Tiles(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is kept of scores in order: those above a bound, and the first few that equal it.
+    """What is kept of scores in order: those above a bound, and the first few that equal it."""
 
-    Attributes:
-      bound: HIDDEN: none that equals it is kept.
-      most_equal: how many that equal it are kept.
-      n_above, n_equal: of the scores so far.
-    """
-
-    bound: Any
-    most_equal: Any
+    bound: Any  # HIDDEN: none that equals it is kept
+    most_equal: Any  # how many that equal it are kept
+    # Of the scores so far.
     n_above: Any
     n_equal: Any
 
@@ -301,7 +284,6 @@ def top_k(
 
     Args:
       n_best: K.
-      interpret: whether to run the kernel on any device, slowly.
       scores: F is a multiple of `ALIGNED`. From a row's end on they are `HIDDEN` up to the next
         multiple, and are not read from there on.
       rule: where rows end.
