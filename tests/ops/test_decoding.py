@@ -440,7 +440,8 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
             n_kernels(row, "pallas", 1)
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     few, many = n_kernels(row, "auto", 1), n_kernels(row, "auto", cache.MAX_KERNEL_ROWS + 1)
-    assert few == many + 1  # what inserts in an order takes any number
+    inserts = row.factory is lsh.lsh and not row.op().wrap  # in a kernel, of any number of rows
+    assert many == inserts < few
     assert not n_kernels(row, "xla", 1)
 
 
