@@ -95,31 +95,6 @@ def test_narrow_weights_round_the_output_before_it_is_added(dtype):
     np.testing.assert_allclose(got, rounded + added, rtol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["xla", KERNEL])
-@pytest.mark.parametrize(
-    "d_in, sizes, options",
-    [(48, (7,), {"norm", "b", "relu"}), (33, (96, 5), {"rms"}), (1030, (20,), {"b", "added"})],
-)
-def test_several_narrow_rows_are_the_equation(d_in, sizes, options, impl):
-    x, w = drawn(5, 1, d_in), jnp.asarray(drawn(d_in, sum(sizes)) / d_in**0.5, "bfloat16")
-    b = drawn(sum(sizes)) if "b" in options else None
-    added = drawn(5, 1, sum(sizes)) if "added" in options else None
-    activation = jax.nn.relu if "relu" in options else None
-    norm = {"scale": drawn(d_in)} | ({"bias": drawn(d_in)} if "norm" in options else {})
-    read = jnp.asarray(x, "bfloat16")
-    if {"norm", "rms"} & options:
-        kind = layers.LayerNorm if "norm" in options else layers.RMSNorm
-        read = Unnormed(kind(dtype="bfloat16"), norm, x)
-    else:
-        norm, x = None, read
-    options = dict(activation=activation, added=added, sizes=sizes, impl=impl)
-    parts = affine(read, transposed_on_gpu(w), b, **options)
-    want = equation(x, w, b, norm, activation, added)
-    np.testing.assert_allclose(
-        np.concatenate([np.asarray(part, np.float32) for part in parts], -1), want, atol=0.05
-    )
-
-
 def kernels(x, *arguments, **options):
     return str(jax.make_jaxpr(lambda *a: affine(*a, **options))(x, *arguments)).count("pallas_call")
 
@@ -131,9 +106,6 @@ def test_auto_takes_the_kernel_for_one_row_on_a_gpu(monkeypatch):
     assert kernels(row, w, activation=jax.nn.gelu) == 1
     assert kernels(row, w, activation=jnp.tanh) == 0
     assert kernels(drawn(2, 1, 16), w) == kernels(drawn(1, 2, 16), w) == 0
-    narrow = w.astype("float16")
-    assert kernels(drawn(2, 1, 16), narrow) == kernels(drawn(1, matrices.FEW, 16), narrow) == 1
-    assert kernels(drawn(matrices.FEW + 1, 1, 16), narrow) == 0
     size = matrices.MOST + 1
     assert kernels(drawn(1, 1, size), drawn(size, size)) == 0
 

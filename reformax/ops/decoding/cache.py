@@ -21,7 +21,7 @@ from reformax.ops.softmax.online import Softmax, softmax_over
 
 # The most keys and rows for which "auto" takes the kernel, in which one program reads all keys of a
 # head.
-MAX_KERNEL_KEYS, MAX_KERNEL_ROWS = 1024, 8
+MAX_KERNEL_KEYS, MAX_KERNEL_ROWS = 1024, 64
 
 
 class KeyValues(NamedTuple):
