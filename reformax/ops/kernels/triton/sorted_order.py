@@ -70,7 +70,8 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     at_hash = tuple(pl.program_id(i) for i in range(3))  # row, head, hash
     row, head, hash_index = at_hash
     size, capacity = inputs.q.shape[2], inputs.order.shape[3]
-    newest = load(inputs.position.at[row], None).astype(jnp.int32)
+    # Reading several positions steps rows that have ended on, past the cache's end.
+    newest = jnp.minimum(load(inputs.position.at[row], None), capacity - 1)
     feature = jnp.arange(power_of_two(size), dtype=jnp.int32)
     q = load(inputs.q.at[row, head, feature], feature < size, 0.0)
 
