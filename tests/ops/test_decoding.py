@@ -402,7 +402,7 @@ def test_the_kernel_that_inserts_the_newest(options, tile, monkeypatch):
         position = position + 1
     # A row that has ended may be stepped on past its end. It stays within its part of the cache.
     (_, after), (_, want) = both(new, held, np.array([53, 20], np.int32))
-    assert 0 <= after.order.min() and after.order.max() < 50
+    assert after.order.min() >= 0 and after.order.max() < 50
     jax.tree.map(np.testing.assert_array_equal, after.buckets[1], want.buckets[1])
 
 
