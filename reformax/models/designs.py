@@ -62,7 +62,7 @@ def _one_that_hides_itself(ops: Sequence[AttentionOp]) -> str:
     """How an error asks for an op that hides a position from itself: a model's own, if one can."""
     name = "lsh.lsh"
     for op in ops:
-        if op.shared_qk and hasattr(op, "attend_self_if_alone"):
+        if op.shared_qk and "attend_self_if_alone" in type(op).__dataclass_fields__:
             name = f"{type(op).__module__.rpartition('.')[2]}.{op.name}"
             break
     return f"one that does, such as {name}(attend_self_if_alone=False)"

@@ -109,7 +109,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
     gated = False  # an option of some recurrences
-    attend_self_if_alone = True  # an option of some with `shared_qk`
+    attend_self_if_alone = True  # an option of some
     reuses = False
     shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
@@ -509,6 +509,8 @@ class AttentionOp(ArrayCalls, LogitOptions):
             arguments |= dict(segment_ids=int32_ids(ids), one_segment=True)
         # Numbers of NumPy would promote what they are multiplied with.
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
+        if arguments.get("position") is not None:  # caches and choices keep positions of 32 bits
+            arguments |= dict(position=jnp.asarray(arguments["position"], jnp.int32))
         return Call(logits=Logits(*numbers), **arguments)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:

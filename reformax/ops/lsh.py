@@ -267,8 +267,9 @@ class lsh(AttentionOp):
 
     def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
-        chosen = self._impl_of_others, kernel_obstacles(q, None, v)
-        interpret = None if self.wrap else choose_kernels(*chosen)
+        interpret = None
+        if not self.wrap:
+            interpret = choose_kernels(self._impl_of_others, kernel_obstacles(q, None, v))
         if interpret is None:
             found = self._insert(q, call.position, cache)
         else:

@@ -456,7 +456,10 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
             "next_value=False, or give one that does, such as lsh.lsh(attend_self_if_alone=False)",
         ),
         (
-            dict(next_value=True, attention_type=(OPS["local"], OPS["shared_qk"])),
+            dict(
+                next_value=True,
+                attention_type=(local.local(chunk_len=4, shared_qk=True), OPS["shared_qk"]),
+            ),
             "next_value is True and no op of attention_type hides a position from itself: set "
             "next_value=False, or give one that does, such as shared_qk.shared_qk("
             "attend_self_if_alone=False)",

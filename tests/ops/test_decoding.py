@@ -17,6 +17,7 @@ from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
 from reformax.ops.kernels.triton import sorted_order
 from reformax.ops.numerics.logits import PLAIN, Logits
+from tests.helpers import with_x64
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
 
@@ -112,6 +113,24 @@ def test_arrays_without_padding(row):
     now = x.at(slice(0, 1), slice(0, 17))
     want = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(now)[0, -1]
     np.testing.assert_allclose(outs[0, 16], want, atol=1e-5)
+
+
+@over(DECODING)
+def test_positions_of_64_bits_leave_a_cache_as_it_is(row):
+    op, lengths = row.op(), np.array([5, 3])
+    with with_x64():
+        x = draw(op, 2, 5, dtype=jnp.float32)
+
+        def start():
+            plan = inputs.plan(op, x, causal=True, rng=KEY, train=False, length=8)
+            return inputs.init_cache(op, x, plan=plan, lengths=lengths, capacity=8, rng=KEY)
+
+        def step(held):
+            new = x.at(slice(None), slice(0, 1))
+            return inputs.step(op, new, held, position=jnp.asarray(lengths))[1]
+
+        held = jax.eval_shape(start)
+        assert jax.eval_shape(step, held) == held
 
 
 @over(DECODING[1::2])
@@ -381,6 +400,10 @@ def test_the_kernel_that_inserts_the_newest(options, tile, monkeypatch):
             functools.partial(np.testing.assert_allclose, atol=1e-6), *map(filled, (after, held))
         )
         position = position + 1
+    # A row that has ended may be stepped on past its end. It stays within its part of the cache.
+    (_, after), (_, want) = both(new, held, np.array([53, 20], np.int32))
+    assert after.order.min() >= 0 and after.order.max() < 50
+    jax.tree.map(np.testing.assert_array_equal, after.buckets[1], want.buckets[1])
 
 
 @pytest.mark.parametrize(

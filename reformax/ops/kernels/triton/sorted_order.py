@@ -1,9 +1,9 @@
 """What a step of LSH decoding does before its softmax, as a Pallas kernel for NVIDIA GPUs (Triton).
 
-In array operations, to hash the newest query, to insert it in the order by bucket and to find the
-keys in its reach are a dozen small kernels, whose launches take longer than their work. A program
-of this kernel does all of it for one hash of a head. It writes the caches in place: the slots after
-the newest position's move by one.
+Array operations hash the newest query, insert it in the order by bucket and find the keys in its
+reach by a dozen small kernels, whose launches take longer than their work. A program of this kernel
+does all of it for one hash of a head. It writes the caches in place: the slots after the newest
+position's move by one.
 
 Letters as in `reformax.ops.decoding.sorted_order`; M is the number of slots in reach.
 """
@@ -70,7 +70,8 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     at_hash = tuple(pl.program_id(i) for i in range(3))  # row, head, hash
     row, head, hash_index = at_hash
     size, capacity = inputs.q.shape[2], inputs.order.shape[3]
-    newest = load(inputs.position.at[row], None).astype(jnp.int32)
+    # Reading several positions steps rows that have ended on, past the cache's end.
+    newest = jnp.minimum(load(inputs.position.at[row], None), capacity - 1)
     feature = jnp.arange(power_of_two(size), dtype=jnp.int32)
     q = load(inputs.q.at[row, head, feature], feature < size, 0.0)
 
@@ -81,11 +82,12 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     rows = jnp.broadcast_to(q[None], (16, q.shape[0]))
     bucket = jnp.max(angular_hash.bucket_of(rows, size, rotation, options.factors))
     tile = min(TILE, power_of_two(capacity))
-    start, slot = _place(inputs.buckets, at_hash, bucket, newest, tile)
+    start, slot = _slots_of_bucket(inputs.buckets, at_hash, bucket, newest, tile)
     index = jnp.arange(power_of_two(options.n_slots), dtype=jnp.int32)
     at, exists = options.reach(index, slot, start, newest)
     exists = exists & (at != slot) & (index < options.n_slots)
-    found = load(inputs.order.at[(*at_hash, jnp.where(at > slot, at - 1, at))], exists, 0)
+    before = jnp.where(at > slot, at - 1, at)  # the order that is read lacks the newest position
+    found = load(inputs.order.at[(*at_hash, before)], exists, 0)
     for ref, x in ((out.index, found), (out.seen, exists.astype(jnp.int32))):
         pltriton.store(ref.at[(*at_hash, index)], x, mask=index < options.n_slots)
     x = q.astype(jnp.float32)
@@ -99,7 +101,7 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     _insert(inputs.order, out.order, at_hash, slot, newest, tile, options.interpret)
 
 
-def _place(buckets, at_hash, bucket, newest, tile: int) -> tuple[Array, Array]:
+def _slots_of_bucket(buckets, at_hash, bucket, newest, tile: int) -> tuple[Array, Array]:
     """The slot where a bucket begins, and the one after its last position before `newest`."""
 
     def count(i, counts):
