@@ -146,7 +146,7 @@ def attend_to(
         `MAX_KERNEL_ROWS` rows of up to `MAX_KERNEL_KEYS` keys.
       alone: the output of a query that sees no key: the value at its own position; None is zeros.
       bias: added to the logits.
-      index: the slots of the K keys that each head may see; None: all slots.
+      index: the slots of the K keys that each head may see, each within the cache; None: all slots.
       count_once: whether a slot that is seen several times counts once.
 
     Raises:
