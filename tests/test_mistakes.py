@@ -183,6 +183,22 @@ def test_a_suggested_setting_is_one_word_of_a_shell_whatever_quotes_it_has(value
     assert shlex.split(line[line.index("--field=") :]) == [f"--field={value}"]
 
 
+@pytest.mark.parametrize(
+    "setting, flag",
+    [
+        ("'a.b.n=1'", "--n=1"),
+        ("'a.b.n=True'", "--n"),
+        ("'a.b.n=\"True\"'", "--n=True"),
+        (r'"a.b.n=\"it\""', "--n=it"),
+        ("'a.b.other=1'", "--config='a.b.other=1'"),
+        ("'c.b.n=1'", "--config='c.b.n=1'"),
+    ],
+)
+def test_a_flag_in_place_of_a_setting_has_its_value(setting, flag):
+    line = flags_lib.in_place_of_settings(f"set --config={setting}, or not", "a.b", ["n"])
+    assert line == f"set {flag}, or not"
+
+
 def test_a_wrong_override_is_quoted_for_a_shell(answer, tmp_path):
     given = "a = 'it\"s' # don't"
     line = answer("train", f"--config={given}", f"--output_dir={tmp_path}")
