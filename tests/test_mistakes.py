@@ -5,8 +5,10 @@ the files of `made`. All end with exit code 2: the command or its config is wron
 """
 
 import json
+import os
 import random
 import shlex
+import subprocess
 import sys
 import tarfile
 
@@ -16,6 +18,7 @@ import pytest
 from reformax.cli import config, configs, evaluate, generate, parsed, statements, train
 from reformax.cli import flags as flags_lib
 from reformax.data import text as text_lib
+from reformax.declared import in_quotes
 from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
@@ -203,6 +206,16 @@ def test_a_wrong_override_is_quoted_for_a_shell(answer, tmp_path):
     given = "a = 'it\"s' # don't"
     line = answer("train", f"--config={given}", f"--output_dir={tmp_path}")
     assert shlex.split(line)[0] == f"--config={given}:"
+
+
+@pytest.mark.parametrize("text", ["a=(1,\n2)", "a='\x1b[31mred'", "it's\t\\n", "\u2028é", "it's"])
+def test_a_quoted_text_is_a_line_that_a_shell_gives_back(text):
+    """And that a terminal obeys nothing in."""
+    word = in_quotes(text)
+    command = ["bash", "-c", f"printf %s {word}"]
+    environment = os.environ | {"LC_ALL": "C.UTF-8"}
+    assert word.isprintable()
+    assert subprocess.check_output(command, env=environment, encoding="utf-8") == text
 
 
 def test_a_path_with_spaces_is_suggested_for_a_shell(answer, made):
