@@ -70,7 +70,7 @@ from benchmarks.harness.by_length import SLOW
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.kept import Checked, Figures, Known
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import Answer, ask
+from benchmarks.harness.processes import Answer, alone, ask
 from benchmarks.harness.side_by_side import Peers, Rows, measure
 from benchmarks.peers.names import PEERS
 from benchmarks.rows.attention import MOST, Made, Shape, algorithms
@@ -217,8 +217,8 @@ def fill_table(args: argparse.Namespace) -> None:
             for case in (x for x in group if x.length == length):
                 known, fields = file.known[case], attention_table.FIGURES.values()
                 table.row(case.attention, *(attention_table.cell(known, x) for x in fields))
-        # Other commands have added to the file.
-        attention_table.write(args.table, attention_table.File(path).known, group[0].machine)
+        with alone(file.lock):  # other commands have added to the file, and write its tables too
+            attention_table.write(args.table, attention_table.File(path).known, group[0].machine)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -197,8 +197,17 @@ def config_flag(setting: str, text: str) -> str:
 
 
 def in_quotes(text: str) -> str:
-    """A text in single quotes, for a shell, which takes it as it is whatever quotes it has."""
-    return "'" + text.replace("'", r"'\''") + "'"
+    """A text in single quotes, for a shell, which takes it as it is whatever quotes it has.
+
+    What is not printable is escaped as bash does, for an error is one line.
+    """
+    if text.isprintable():
+        return "'" + text.replace("'", r"'\''") + "'"
+
+    def escaped(c: str) -> str:
+        return f"\\{c}" if c in "'\\" else c if c.isprintable() else f"\\U{ord(c):08x}"
+
+    return f"$'{''.join(map(escaped, text))}'"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:

@@ -251,8 +251,12 @@ def test_the_table_of_unlike_runs_fits_and_says_how_to_see_the_rest(tmp_path, mo
         assert runs.main([str(tmp_path)]) == 0
         head, *_, note, _, path = capsys.readouterr().out.splitlines()
         assert head.count("setting_") == n and "| setting_0 |" in head and path[:7] == "curves:"
-        assert note == f"{32 - n} more settings differ: --all of `reformax runs` shows them"
+        assert note == f"{32 - n} more settings differ: --all of `reformax runs` shows all"
         assert len(head) <= 200 < len(head) + len(" setting_29 |") or n == runs.LEAST_SHOWN
+    found = runs.read([str(tmp_path)])
+    whole = len(runs.table(found)[0])
+    assert runs.table(found, whole)[-1].startswith("| two ")
+    assert runs.table(found, whole - 1)[-1].startswith("1 more setting differs: --all of ")
     assert runs.main([str(tmp_path), "--all"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].count("setting_") == 30 and "| of_one |" in out

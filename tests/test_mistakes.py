@@ -5,8 +5,10 @@ the files of `made`. All end with exit code 2: the command or its config is wron
 """
 
 import json
+import os
 import random
 import shlex
+import subprocess
 import sys
 import tarfile
 
@@ -16,6 +18,7 @@ import pytest
 from reformax.cli import config, configs, evaluate, generate, parsed, statements, train
 from reformax.cli import flags as flags_lib
 from reformax.data import text as text_lib
+from reformax.declared import in_quotes
 from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
@@ -183,10 +186,36 @@ def test_a_suggested_setting_is_one_word_of_a_shell_whatever_quotes_it_has(value
     assert shlex.split(line[line.index("--field=") :]) == [f"--field={value}"]
 
 
+@pytest.mark.parametrize(
+    "setting, flag",
+    [
+        ("'a.b.n=1'", "--n=1"),
+        ("'a.b.n=True'", "--n"),
+        ("'a.b.n=\"True\"'", "--n=True"),
+        (r'"a.b.n=\"it\""', "--n=it"),
+        ("'a.b.other=1'", "--config='a.b.other=1'"),
+        ("'c.b.n=1'", "--config='c.b.n=1'"),
+    ],
+)
+def test_a_flag_in_place_of_a_setting_has_its_value(setting, flag):
+    line = flags_lib.in_place_of_settings(f"set --config={setting}, or not", "a.b", ["n"])
+    assert line == f"set {flag}, or not"
+
+
 def test_a_wrong_override_is_quoted_for_a_shell(answer, tmp_path):
     given = "a = 'it\"s' # don't"
     line = answer("train", f"--config={given}", f"--output_dir={tmp_path}")
     assert shlex.split(line)[0] == f"--config={given}:"
+
+
+@pytest.mark.parametrize("text", ["a=(1,\n2)", "a='\x1b[31mred'", "it's\t\\n", "\u2028é", "it's"])
+def test_a_quoted_text_is_a_line_that_a_shell_gives_back(text):
+    """And that a terminal obeys nothing in."""
+    word = in_quotes(text)
+    command = ["bash", "-c", f"printf %s {word}"]
+    environment = os.environ | {"LC_ALL": "C.UTF-8"}
+    assert word.isprintable()
+    assert subprocess.check_output(command, env=environment, encoding="utf-8") == text
 
 
 def test_a_path_with_spaces_is_suggested_for_a_shell(answer, made):

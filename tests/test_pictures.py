@@ -197,6 +197,7 @@ def test_all_tables_are_those_of_a_file_of_the_benchmark_too(script, tmp_path):
 
 def test_a_backward_pass_below_nothing_is_no_figure(script):
     tables = script(ROOT / "docs/attention_table.py")
+    assert tables.HIDDEN == measured.HIDDEN
     for key, row in tables.read().items():
         if row["backward_ms"].startswith("-"):
             assert tables.cell(row, "backward_ms") == tables.NONE, key
@@ -239,9 +240,15 @@ def test_figures_of_several_folders_are_one_file(script, tmp_path, monkeypatch):
     assert "| flash | 4.00 | 2,048 |" in both and "| dense | < 2.00 | 1,024 |" in both
     of_a100, of_dense = both.partition("### 22.")[2].split("### 23.")
     assert "| flash | 0.08x | 3.66x |" in of_a100 and "| flash | 0.50x | 0.50x |" in of_dense
-    files[128].write(every[0]._replace(machine="another"), measured.Figures(1.0, 1.0, 1.0, 1.0))
-    with pytest.raises(ValueError, match="--join has figures of 2 machines"):
-        tables.join([tmp_path / "128/table.jsonl"])
+    file = tables.CSV.read_text()
+    for other in ({"machine": "another"}, {"n_heads": 1}, {"attention": "gone"}):
+        path = tmp_path / "_".join(other) / "table.jsonl"
+        for case in (every[0]._replace(**other), every[1]):
+            measured.File(path).write(case, measured.Figures(1.0, 1.0, 1.0, 1.0))
+        wrong = "'gone'" if "attention" in other else "--join has figures of 2 machines or sizes"
+        with pytest.raises(ValueError, match=wrong):
+            tables.join([path])
+        assert tables.CSV.read_text() == file
 
 
 def test_every_attention_has_a_panel(pictures):

@@ -173,11 +173,11 @@ def groups(
     for setting in settings:
         dropout, masked = SETTINGS[setting]
         group, tokens = [], 0
-        for length in shape.lengths:
+        for length in dict.fromkeys(shape.lengths):
             if group and tokens + length > TOGETHER:
                 yield group
                 group, tokens = [], 0
-            group += [Case(name, length, dropout, masked, *sizes) for name in names]
+            group += [Case(name, length, dropout, masked, *sizes) for name in dict.fromkeys(names)]
             tokens += length
         yield group
 

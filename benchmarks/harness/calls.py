@@ -55,16 +55,20 @@ def attempt_within(
 ) -> dict[Any, Any]:
     """As `attempt_each`, of rows as they come, by name, less those that take more than `seconds`.
 
-    The threads of these go on, in vain, and end with the process; others take their place.
+    The threads of these go on, in vain, and end with the process; others take their place. An
+    error of `rows` itself is raised here.
     """
-    left, lock, done, begun = iter(rows), threading.Lock(), {}, {}
+    left, lock, done, begun, ended = iter(rows), threading.Lock(), {}, {}, []
+
+    def take() -> Any:
+        with lock:
+            try:
+                return next(left, None)
+            except Exception as error:
+                ended.append(error)
 
     def work() -> None:
-        while True:
-            with lock:
-                found = next(left, None)
-            if found is None:
-                return
+        while (found := take()) is not None:
             name, row = found
             begun[name] = time.monotonic()
             done[name] = row if isinstance(row, Exception) else attempt(function, row)
@@ -74,7 +78,10 @@ def attempt_within(
         while len(workers) < threads + len(late):
             workers.append(threading.Thread(target=work, daemon=True))
             workers[-1].start()
-        if sum(worker.is_alive() for worker in workers) <= len(late - done.keys()):
+        is_done = sum(worker.is_alive() for worker in workers) <= len(late - done.keys())
+        if ended:
+            raise ended[0]
+        if is_done:
             return dict(done)
         time.sleep(0.01)
         now = time.monotonic()

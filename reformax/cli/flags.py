@@ -252,7 +252,7 @@ def in_place_of_settings(line: str, function: str, names: Collection[str]) -> st
       names: the arguments that are flags of the command.
     """
     setting = (
-        rf"""--config=(?P<word>(?:'[^']*'|"[^"]*"|\\.)+)"""
+        rf"""--config=(?P<word>(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.)+)"""
         rf"""|{re.escape(function)}\.(?P<name>{"|".join(names)})\b(?:=(?P<value>'[^']*'))?"""
     )
 
@@ -267,6 +267,7 @@ def in_place_of_settings(line: str, function: str, names: Collection[str]) -> st
             value = ast.literal_eval(value)
         except (ValueError, SyntaxError):  # a word, or none
             value = value.strip("\"'")
-        return f"--{name}" + ("" if value in ("", True) else f"={shlex.quote(str(value))}")
+        alone = value is True or value == ""  # and not 1, which is equal to True
+        return f"--{name}" + ("" if alone else f"={shlex.quote(str(value))}")
 
     return re.sub(setting, flag, line)

@@ -143,7 +143,8 @@ def table(runs: Sequence[RecordedRun], width: int | None = None) -> list[str]:
         shown = _fitting(settings, room)
     lines = _lines(names | shown, figures)
     if left_out := len(settings) - len(shown):
-        lines += ["", f"{left_out:,} more settings differ: --all of `reformax runs` shows them"]
+        more = "1 more setting differs" if left_out == 1 else f"{left_out:,} more settings differ"
+        lines += ["", f"{more}: --all of `reformax runs` shows all"]
     return lines
 
 

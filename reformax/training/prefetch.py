@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _END = object()
@@ -19,15 +19,36 @@ def prefetch(values: Iterable[T], ahead: int = 2) -> Iterator[Iterator[T]]:
     An exception in the thread is raised where the reader would have got the value. Leaving the
     context ends the thread, even if values are left.
     """
-    iterator, thread = iter(values), ThreadPoolExecutor(1, "prefetch")
-    ready = deque(thread.submit(next, iterator, _END) for _ in range(ahead))
+    iterator, room, closed = iter(values), Semaphore(ahead), Event()
+    ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        done = False
+        while not done and room.acquire() and not closed.is_set():
+            try:
+                item = next(iterator, _END), None
+            except BaseException as error:  # only the reader can act on it
+                item = _END, error
+            done = item[0] is _END
+            ready.put(item)
+            del item  # the reader's alone
 
     def read() -> Iterator[T]:
-        while (value := ready.popleft().result()) is not _END:
-            ready.append(thread.submit(next, iterator, _END))
+        while True:
+            value, error = ready.get()
+            if error is not None:
+                raise error
+            if value is _END:
+                return
+            room.release()
             yield value
 
+    # A daemon: where no value ever comes, a second interrupt ends the process.
+    thread = Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
     try:
         yield read()
     finally:
-        thread.shutdown(cancel_futures=True)
+        closed.set()
+        room.release()
+        thread.join()

@@ -38,6 +38,13 @@ def test_what_takes_too_long_is_left_out_and_keeps_nothing_waiting():
     found = calls.attempt_within(0.3, lambda row: over.wait(row) or row, rows, 1)
     over.set()
     assert found == {name: row for name, row in rows if name != "stuck"}
+
+    def rows_that_fail():
+        yield "a", 0.0
+        raise KeyError("no such row")
+
+    with pytest.raises(KeyError, match="no such row"):
+        calls.attempt_within(9, time.sleep, rows_that_fail(), 2)
     many = dict.fromkeys(range(30), 0.02)
     assert calls.attempt_within(0.3, lambda row: time.sleep(row) or row, many.items(), 1) == many
 

@@ -1,5 +1,6 @@
 """The table of attentions by length."""
 
+import fcntl
 import functools
 import importlib
 import json
@@ -97,6 +98,34 @@ class Compiled:
     def memory_analysis(self):
         sizes = dict(argument_size=self.size, output_size=0, temp_size=0)
         return types.SimpleNamespace(**{f"{x}_in_bytes": y for x, y in sizes.items()})
+
+
+def test_commands_of_one_folder_write_its_tables_in_turn(tmp_path, monkeypatch):
+    """Two at a time fail, or leave out lines of each other."""
+    written, shape = [], attention_table.SHAPES["tiny"]
+    (group, *_) = attention_table.groups(shape, ["flash"])
+
+    def fill(file, *_):
+        for case in group:
+            file.write(case, attention_table.Figures(1.0, 2.0, 3.0, 4.0))
+        yield group
+
+    def write(folder, known, machine):
+        with (folder / "lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        written.append(known)
+
+    monkeypatch.setattr(attention_table, "fill", fill)
+    monkeypatch.setattr(attention_table, "write", write)
+    attention.main([f"--table={tmp_path}", "--tiny"])
+    assert [list(known) for known in written] == [group]
+
+
+def test_what_is_asked_for_twice_is_measured_once():
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(64, 128, 64))
+    (group,) = attention_table.groups(shape, ["flash", "linear", "flash"], ["mask"])
+    found = [(case.length, case.attention) for case in group]
+    assert found == [(64, "flash"), (64, "linear"), (128, "flash"), (128, "linear")]
 
 
 def test_what_does_not_compile_in_time_keeps_nothing_else_waiting(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,23 +104,39 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 
 
 def disturbed(folder, disturb):
-    """Trains to step 12 and calls `disturb` when the batch of step 6 is made."""
+    """Trains to step 12 and calls `disturb` when step 4 is saved, before the batch of step 6."""
 
     def train_batch(seed, step, *sizes):
-        if step == 6:
+        if step == 6:  # made while the loop is at step 4 or 5
+            wait_for(folder / "checkpoints/4")
             disturb()
         return tiny.counting().train_batch(seed, step, *sizes)
 
-    settings = {"steps": 12, "eval_every": 4, "log_every": 2}
+    # The record gets no line before the checkpoint of step 8, which looks whose folder it is.
+    settings = {"steps": 12, "checkpoint_every": 4, "eval_every": 12, "log_every": 12}
     arguments = worker.arguments(**settings)
     task = arguments["task"].replace(train_batch=train_batch)
     return loop.train(folder, **arguments | {"task": task})
 
 
+def wait_for(path):
+    """Returns once the path is there."""
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} is not there"
+        time.sleep(0.01)
+
+
+def delete(folder, aside):
+    """Deletes a folder in one moment, whatever is written into it meanwhile."""
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def test_a_folder_deleted_under_a_run_ends_it(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(lock.Lost) as error:
-        disturbed(folder, lambda: shutil.rmtree(folder))
+        disturbed(folder, lambda: delete(folder, tmp_path / "aside"))
     assert re.fullmatch(
         rf"{folder}/.lock was deleted while this training ran, so nothing more is saved in "
         rf"output_dir={folder}: leave a run's folder as it is until the run has stopped, then run "
@@ -128,6 +145,20 @@ def test_a_folder_deleted_under_a_run_ends_it(tmp_path):
     )
     left = {p.name for p in folder.iterdir()} if folder.exists() else set()
     assert left <= {"tensorboard", "loss.png"}  # what is for people alone
+
+
+@pytest.mark.parametrize("error", [ValueError("of orbax"), OSError(errno.ENOENT, "gone")])
+def test_a_folder_deleted_while_a_checkpoint_is_written_is_told(tmp_path, monkeypatch, error):
+    """Not what the writer's library makes of it."""
+    folder = tmp_path / "run"
+
+    def write(*_):
+        delete(folder, tmp_path / "aside")
+        raise error
+
+    monkeypatch.setattr(Checkpoints, "_write_arrays", write)
+    with pytest.raises(lock.Lost, match=r"\.lock was deleted"):
+        loop.train(folder, **worker.arguments(steps=2))
 
 
 @pytest.mark.slow

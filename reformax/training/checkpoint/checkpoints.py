@@ -248,6 +248,7 @@ class Checkpoints(CheckpointReader):
         except Lost:  # all that is there is another's
             raise
         except Exception as error:
+            together.by_first(partial(_raise_if_lost, check))
             if together.first:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self._failed = temporary  # a thread of orbax may still be writing there
@@ -342,3 +343,13 @@ class Checkpoints(CheckpointReader):
         durable.remove(gone)
         os.rename(folder, gone)
         durable.remove(gone)
+
+
+def _raise_if_lost(check: Callable[[], None]) -> None:
+    """Raises `Lost` of `check`, which is why anything else failed; no other error."""
+    try:
+        check()
+    except Lost:
+        raise
+    except Exception:
+        pass
