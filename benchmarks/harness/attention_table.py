@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import command_line, lines, rows
-from benchmarks.harness.calls import COMPILERS, MIB, N_QUEUED, attempt, attempt_within, reason
+from benchmarks.harness.calls import (
+    COMPILERS,
+    MIB,
+    N_QUEUED,
+    attempt,
+    attempt_within,
+    reason,
+    seconds_of,
+)
 from benchmarks.harness.processes import alone, together
 from reformax import durable, memory
 from reformax.ops import (
@@ -308,16 +315,11 @@ def queued_ms(call: Callable[..., Any], *args: Any, **named: Any) -> float:
     Of slow calls the second alone is the figure, and of those that take seconds the first.
     """
 
-    def seconds(times: int) -> float:
-        start = time.perf_counter()
-        for _ in range(times):
-            result = call(*args, **named)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / times
-
-    taken = seconds(1)
+    call = functools.partial(call, *args, **named)
+    seconds = functools.partial(seconds_of, call, jax.block_until_ready)
+    taken = seconds()
     if taken < SLOW:
-        taken = seconds(1)
+        taken = seconds()
     if taken < MOST / 2:
         seconds(2)  # what two results take is allocated first
         taken = seconds(min(N_QUEUED, int(MOST / taken)))
@@ -361,34 +363,28 @@ def is_slow(figures: Figures) -> bool:
     return (figures.combined_ms or 0) > SLOW * 1e3
 
 
-class Missing(NamedTuple):
-    """What of a group is measured: cases that nothing is known of, nor known not to be."""
+def why_left_out(file: File, op: AttentionOp, case: Case) -> str | None:
+    """Why a case is not measured; None if it is."""
+    for other, figures in file.known.items():
+        no_longer = other.length <= case.length and other._replace(length=case.length) == case
+        if no_longer and is_slow(figures):
+            return LEFT_OUT
+    if file.died(case):
+        return f"the process ended {DIED} times"
+    return "no weights to drop" if case.dropout and not op.dropout else None
 
-    file: File
-    ops: Mapping[str, AttentionOp]
 
-    def of(self, group: Sequence[Case]) -> list[Case]:
-        """Writes why the others are not measured."""
-        found = []
-        for case in group:
-            if case in self.file.known:
-                continue
-            if any(self.is_slow_before(case, x, y) for x, y in self.file.known.items()):
-                self.file.write(case, Figures(error=LEFT_OUT))
-            elif self.file.died(case):
-                self.file.write(case, Figures(error=f"the process ended {DIED} times"))
-            elif case.dropout and not self.ops[case.attention].dropout:
-                self.file.write(case, Figures(error="no weights to drop"))
-            else:
-                found.append(case)
-        return found
-
-    @staticmethod
-    def is_slow_before(case: Case, other: Case, figures: Figures) -> bool:
-        """Whether a shorter case is slow already."""
-        if not is_slow(figures) or other.length > case.length:
-            return False
-        return other._replace(length=case.length) == case
+def leave_out(file: File, ops: Mapping[str, AttentionOp], group: Sequence[Case]) -> list[Case]:
+    """The cases to measure; writes of others why they are left out, where nothing is known."""
+    found = []
+    for case in group:
+        if case in file.known:
+            continue
+        if why := why_left_out(file, ops[case.attention], case):
+            file.write(case, Figures(error=why))
+        else:
+            found.append(case)
+    return found
 
 
 def compiled(
@@ -428,20 +424,20 @@ def fill(
       RuntimeError: a case has left the device in a state that no program runs in; what is known is
         kept.
     """
-    missing = Missing(file, attentions())
+    ops = attentions()
     file.lock.parent.mkdir(parents=True, exist_ok=True)
     for group in groups(shape, names, settings):
-        waiting = missing.of(group)
+        waiting = leave_out(file, ops, group)
         with together(file.lock):
-            ready = compiled(missing.ops, waiting, limit)
+            ready = compiled(ops, waiting, limit)
         with alone(file.lock):
             for case in waiting:
                 made = ready.pop(case)
-                if not missing.of([case]):  # a shorter one of the group was slow
+                if not leave_out(file, ops, [case]):  # a shorter one of the group was slow
                     continue
                 if not isinstance(made, Exception):
                     file.write(case, None)
-                    made = attempt(measure, missing.ops[case.attention], case, made)
+                    made = attempt(measure, ops[case.attention], case, made)
                 error = isinstance(made, Exception)
                 file.write(case, failed(made) if error else made)
                 if error:

@@ -137,6 +137,15 @@ class Times(NamedTuple):
         return f"{self.ms:.3f} ({self.queued_ms:.3f})"
 
 
+def seconds_of(call: Callable[[], Any], wait: Callable[[Any], Any], times: int = 1) -> float:
+    """The mean seconds of queued calls."""
+    start = time.perf_counter()
+    for _ in range(times):
+        result = call()
+    wait(result)
+    return (time.perf_counter() - start) / times
+
+
 def time_calls(
     call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, most: float = math.inf
 ) -> Times:
@@ -146,26 +155,15 @@ def time_calls(
     is both figures.
     """
     wait(call())
-    start = time.perf_counter()
-    wait(call())
-    taken = time.perf_counter() - start
+    taken = seconds_of(call, wait)
     if taken > most / 2:
         return Times(taken * 1e3, taken * 1e3)
     n_queued = N_QUEUED
     if taken * (repeats + 2 + n_queued) > most:
         repeats = n_queued = max(1, int(most / 2 / taken) - 1)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        wait(call())
-        seconds.append(time.perf_counter() - start)
-    for calls in (min(2, n_queued), n_queued):  # what two results take is allocated first
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call()
-        wait(result)
-    queued = (time.perf_counter() - start) / n_queued
-    return Times(statistics.median(seconds) * 1e3, queued * 1e3)
+    one_by_one = statistics.median([seconds_of(call, wait) for _ in range(repeats)])
+    seconds_of(call, wait, min(2, n_queued))  # what two results take is allocated first
+    return Times(one_by_one * 1e3, seconds_of(call, wait, n_queued) * 1e3)
 
 
 def in_turn(functions: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
