@@ -44,7 +44,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 from reformax.ops.masking.masks import TokensFirst, segment_pair
 from reformax.ops.masking.visibility import is_token
-from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.normalization import EPSILON, length_normalize
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
 from reformax.ops.softmax.orders import Chunking, UnsortedInputs
@@ -123,7 +123,7 @@ def _backward_kernel(
 def _through_normalization(q: Array, dk: Array, size: int) -> Array:
     """The gradient of queries, by the gradient `dk` of their keys `length_normalize(q)`."""
     q = q.astype(jnp.float32)
-    factor = lax.rsqrt(jnp.sum(q * q, axis=1) / size + 1e-6)[:, None]
+    factor = lax.rsqrt(jnp.sum(q * q, axis=1) / size + EPSILON)[:, None]
     k = q * factor
     return (dk - k * (jnp.sum(k * dk, axis=1) / size)[:, None]) * factor
 
