@@ -113,5 +113,7 @@ def test_a_reach_that_no_tile_holds_is_not_inserted_by_the_kernel(chunk_len, fit
     if fits:
         assert inserting("pallas") is False
     else:
-        with pytest.raises(NotImplementedError, match="^impl='pallas' with 1,048,578 slots in reac"):
+        with pytest.raises(
+            NotImplementedError, match="^impl='pallas' with 1,048,578 slots in reac"
+        ):
             inserting("pallas")

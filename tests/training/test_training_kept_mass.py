@@ -107,9 +107,7 @@ def test_hashes_are_counted_by_the_model():
     assert DENSE(mode="eval").with_n_hashes(4) is None
 
 
-def test_a_table_has_no_column_of_each_layer_where_the_terminal_is_narrow(
-    tmp_path, monkeypatch
-):
+def test_a_table_has_no_column_of_each_layer_where_the_terminal_is_narrow(tmp_path, monkeypatch):
     masses = {"kept_mass": 0.5} | {f"kept_mass_layer_{layer}": 0.5 for layer in range(24)}
     line = {"n_hashes": 2, "bits": 1.0, "standard_error": None, **masses}
     found = {"by_n_hashes": [line], "fewest_n_hashes": 2}
