@@ -25,8 +25,10 @@ from benchmarks.harness.calls import (
     N_QUEUED,
     attempt,
     attempt_within,
+    is_hidden,
     reason,
     seconds_of,
+    was_late,
 )
 from benchmarks.harness.processes import alone, together
 from reformax import durable, memory
@@ -65,7 +67,6 @@ from reformax.ops import (
 DROPOUT = 0.1
 N_PADDING = 20  # a masked row ends with fewer tokens of padding than this
 MOST = 0.5  # seconds of the calls of a pass, where one takes less
-HIDDEN = 1.5  # times the host's time for a program: up to this the device's is not seen
 TOGETHER = 2**15  # tokens of a row in all lengths whose programs are compiled side by side
 SLOW = 2.0  # seconds of a forward and backward pass after which longer rows are left out
 OUT_OF_MEMORY, LEFT_OUT = "out of memory", "left out, slow"
@@ -85,7 +86,8 @@ class Shape(NamedTuple):
 SHAPES = {
     "tiny": Shape(2, (64, 128), 2, 8, "float32"),
     "cpu": Shape(1, tuple(2**i for i in range(7, 13)), 4, 32, "float32"),
-    "gpu": Shape(16, tuple(2**i for i in range(7, 17)), 8, 64, "bfloat16"),
+    # The longest first: what an interrupted run has is then what pages show.
+    "gpu": Shape(16, (65536, 16384, 4096, 1024, 256), 8, 64, "bfloat16"),
 }
 
 
@@ -205,6 +207,7 @@ class File:
             self._begun[case] = self._begun.get(case, 0) + 1
         else:
             self.known[case] = figures
+            self._begun.pop(case, None)
 
     def write(self, case: Case, figures: Figures | None) -> None:
         """Adds what is known of a case; None says that it begins."""
@@ -213,7 +216,7 @@ class File:
 
     def died(self, case: Case) -> bool:
         """Whether the process has ended in the case again and again."""
-        return case not in self.known and self._begun.get(case, 0) >= DIED
+        return self._begun.get(case, 0) >= DIED
 
 
 # A case's arrays and programs.
@@ -374,11 +377,16 @@ def why_left_out(file: File, op: AttentionOp, case: Case) -> str | None:
     return "no weights to drop" if case.dropout and not op.dropout else None
 
 
-def leave_out(file: File, ops: Mapping[str, AttentionOp], group: Sequence[Case]) -> list[Case]:
-    """The cases to measure; writes of others why they are left out, where nothing is known."""
+def leave_out(
+    file: File, ops: Mapping[str, AttentionOp], group: Sequence[Case], limit: float
+) -> list[Case]:
+    """The cases to measure; writes of others why they are left out, where nothing is known.
+
+    One that was not compiled within fewer seconds than `limit` is measured.
+    """
     found = []
     for case in group:
-        if case in file.known:
+        if case in file.known and not was_late(file.known[case].error, limit):
             continue
         if why := why_left_out(file, ops[case.attention], case):
             file.write(case, Figures(error=why))
@@ -427,13 +435,13 @@ def fill(
     ops = attentions()
     file.lock.parent.mkdir(parents=True, exist_ok=True)
     for group in groups(shape, names, settings):
-        waiting = leave_out(file, ops, group)
+        waiting = leave_out(file, ops, group, limit)
         with together(file.lock):
             ready = compiled(ops, waiting, limit)
         with alone(file.lock):
             for case in waiting:
                 made = ready.pop(case)
-                if not leave_out(file, ops, [case]):  # a shorter one of the group was slow
+                if not leave_out(file, ops, [case], limit):  # a shorter one was slow
                     continue
                 if not isinstance(made, Exception):
                     file.write(case, None)
@@ -461,7 +469,7 @@ def cell(figures: Figures, name: str) -> str:
     number = getattr(figures, name)
     if number is None:
         return figures.error.partition(":")[0] or OUT_OF_MEMORY
-    hidden = name.endswith("_ms") and number <= HIDDEN * figures.host_ms
+    hidden = name.endswith("_ms") and is_hidden(number, figures.host_ms)
     return f"< {number:,.2f}" if hidden else f"{number:,.2f}"
 
 
