@@ -24,7 +24,6 @@ Which keys a query sees is decided in two steps: the candidates, which are in re
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -325,7 +324,7 @@ class lsh(AttentionOp):
         options = kernel.InsertOptions(
             tuple(self._hashing.factors_for(capacity)),
             self._n_in_reach(capacity),
-            functools.partial(self._in_reach, capacity),
+            self._in_reach,
             interpret,
         )
         arrays = q[:, 0], cache.rotations.value, position, cache.buckets, cache.order
