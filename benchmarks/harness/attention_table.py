@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import gc
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ DROPOUT = 0.1
 N_PADDING = 20  # a masked row ends with fewer tokens of padding than this
 MOST = 0.5  # seconds of the calls of a pass, where one takes less
 TOGETHER = 2**15  # tokens of a row in all lengths whose programs are compiled side by side
+HELD = 2**26  # bytes that a device may hold between cases
 SLOW = 2.0  # seconds of a forward and backward pass after which longer rows are left out
 OUT_OF_MEMORY, LEFT_OUT = "out of memory", "left out, slow"
 DIED = 2  # beginnings without a figure after which a case is given up
@@ -306,6 +308,12 @@ def n_bytes(program: Any) -> int:
     return sum(getattr(asked, f"{part}_in_bytes") for part in parts)
 
 
+def n_bytes_apart(of: Programs) -> int:
+    """The bytes of both passes as programs of their own: the second begins with what is kept."""
+    inputs = of.keeping.memory_analysis().argument_size_in_bytes
+    return max(n_bytes(of.keeping), inputs + n_bytes(of.backward))
+
+
 @jax.jit
 def first(x: Any) -> Any:
     """A program that does nothing, for the time of its start."""
@@ -341,7 +349,9 @@ def measure(op: AttentionOp, case: Case, of: Programs) -> Figures:
     given = inputs_of(op, case)
     of_forward = {name: x for name, x in given.items() if name != "d_out"}
     combined, ahead = queued_ms(of.combined, **given), queued_ms(of.forward, **of_forward)
-    backward = attempt(lambda: queued_ms(of.backward, of.keeping(**given)[1]))
+    backward = None
+    if n_bytes_apart(of) <= memory.available():
+        backward = attempt(lambda: queued_ms(of.backward, of.keeping(**given)[1]))
     if isinstance(backward, Exception):
         if not is_of_memory(backward):
             raise backward
@@ -429,8 +439,8 @@ def fill(
     """Measures what the file does not have; yields the cases of a group when they are done.
 
     Raises:
-      RuntimeError: a case has left the device in a state that no program runs in; what is known is
-        kept.
+      RuntimeError: a case has left the device in a state that no program runs in, or arrays in its
+        memory; what is known is kept.
     """
     ops = attentions()
     file.lock.parent.mkdir(parents=True, exist_ok=True)
@@ -450,7 +460,23 @@ def fill(
                 file.write(case, failed(made) if error else made)
                 if error:
                     jax.block_until_ready(first(jnp.zeros(1)))
+                check_emptied(case)
         yield group
+
+
+def check_emptied(case: Case) -> None:
+    """Raises `RuntimeError` where a case's arrays are still in memory.
+
+    A program that runs out of memory can leave its arguments there until the process ends. The
+    cases after it would then be said to run out of memory too.
+    """
+    gc.collect()
+    held = sum((x.memory_stats() or {}).get("bytes_in_use", 0) for x in jax.local_devices())
+    if held > HELD:
+        raise RuntimeError(
+            f"{case.attention} of {case.length:,} tokens has left {memory.words(held)} in the "
+            "device's memory: give the same command again, which goes on behind it"
+        )
 
 
 # What is written.

@@ -100,6 +100,30 @@ class Compiled:
         return types.SimpleNamespace(**{f"{x}_in_bytes": y for x, y in sizes.items()})
 
 
+def test_passes_that_do_not_fit_apart_are_not_run_apart(monkeypatch):
+    """Running out of memory, a program leaves arrays there for as long as its process lives."""
+    (case, *_), *_ = attention_table.groups(attention_table.SHAPES["tiny"], ["flash"])
+    monkeypatch.setattr(attention_table, "inputs_of", lambda op, case: dict(d_out=0))
+    monkeypatch.setattr(attention_table.memory, "available", lambda: 100)
+    for of_inputs, kept, fits in ((40, 60, True), (41, 60, False), (101, 0, False)):
+        of = Compiled(), Compiled(size=of_inputs), Compiled(size=kept), Compiled()
+        found = attention_table.measure(None, case, attention_table.Programs(*of))
+        assert (found.backward_ms is not None) == fits and found.combined_ms is not None
+
+
+def test_a_case_that_leaves_arrays_in_memory_ends_the_command(tmp_path, monkeypatch):
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(64,))
+    device = types.SimpleNamespace(memory_stats=lambda: dict(bytes_in_use=2**30))
+    out = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
+    monkeypatch.setattr(attention_table, "lowered", lambda op, case: [Compiled()] * 4)
+    monkeypatch.setattr(attention_table, "measure", lambda *_: exec("raise out", dict(out=out)))
+    monkeypatch.setattr(attention_table.jax, "local_devices", lambda: [device])
+    file = attention_table.File(tmp_path / "table.jsonl")
+    with pytest.raises(RuntimeError, match="flash of 64 tokens has left 1.0 GiB .* same command"):
+        list(attention_table.fill(file, shape, ["flash", "linear"], ["plain"]))
+    assert [case.attention for case in file.known] == ["flash"]
+
+
 def test_commands_of_one_folder_write_its_tables_in_turn(tmp_path, monkeypatch):
     """Two at a time fail, or leave out lines of each other."""
     written, shape = [], attention_table.SHAPES["tiny"]
@@ -198,10 +222,11 @@ def test_both_passes_have_figures_where_memory_is_too_small_for_what_one_keeps(m
     shape = attention_table.SHAPES["tiny"]
     (case, *_), *_ = attention_table.groups(shape, ["flash"])
 
-    def fails(*args, **named):
-        raise RuntimeError(f"{text}: while allocating")
+    class Fails(Compiled):
+        def __call__(self, **named):
+            raise RuntimeError(f"{text}: while allocating")
 
-    of = attention_table.Programs(Compiled(size=2**20), fails, Compiled(), Compiled())
+    of = attention_table.Programs(Compiled(size=2**20), Fails(), Compiled(), Compiled())
     text = "RESOURCE_EXHAUSTED"
     figures = attention_table.measure(None, case, of)
     assert figures.combined_ms > 0 and figures.memory_mib == 1.0 and figures.backward_ms is None
