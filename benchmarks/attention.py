@@ -43,16 +43,16 @@ then have the device alone in turn; peers are one process then, and Triton choos
 their kernels alone. What takes more than `--limit` seconds to compile or to time is killed,
 recorded so, and the others go on; stderr says what each does, and since when. `--saved` adds each
 figure to a file, one JSON line each; what the file has of this machine and these sizes is in the
-tables and not measured again.
+tables and not measured again, unless a longer `--limit` has time for it.
 
 `--table` measures every attention of the package instead, as FlashAttention's tables 9 to 21 do:
 the forward pass, the backward pass and both, with and without dropout and a mask of padding, and
 memory. Rows are not causal but where an attention must be. The folder gets table.jsonl, a line for
 each case, and table.csv, of which `python docs/attention_table.py --all FILE` makes tables. The
 same command goes on where it was interrupted; what runs out of memory, or is not compiled in
-`--limit` seconds, is recorded so, and where both passes took seconds, longer rows are left out.
-Times are means of queued calls. `--only`, `--lengths` and `--settings` choose, and are measured in
-their order; commands with the same folder share a device, and time in turn.
+`--limit` seconds, is recorded so, and where both passes took seconds, longer rows that come later
+are left out. Times are means of queued calls. `--only`, `--lengths` and `--settings` choose, and
+are measured in their order; commands with the same folder share a device, and time in turn.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     peers = [peer for peer, known in PEERS.items() if args.peers and known.of in ours]
-    figures = Figures(shape, args.saved)
+    figures = Figures(shape, args.saved, args.limit)
     with tempfile.TemporaryDirectory() as folder:
         options = args.repeats, args.limit, Path(folder), args.unchecked, args.at_once
         run = Run(shape, figures, *options)

@@ -191,9 +191,9 @@ def hints_of(owner: Callable) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name != "return"}
 
 
-def config_flag(setting: str, text: str) -> str:
+def config_flag(setting: str, value: str | int | Mapping[str, int]) -> str:
     """`--config='SETTING="text"'`, for a shell."""
-    return f"--config={in_quotes(f'{setting}={json.dumps(text, ensure_ascii=False)}')}"
+    return f"--config={in_quotes(f'{setting}={json.dumps(value, ensure_ascii=False)}')}"
 
 
 def in_quotes(text: str) -> str:

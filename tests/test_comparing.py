@@ -258,9 +258,14 @@ def test_the_table_of_unlike_runs_fits_and_says_how_to_see_the_rest(tmp_path, mo
     assert runs.table(found, whole)[-1].startswith("| two ")
     assert runs.table(found, whole - 1)[-1].startswith("1 more setting differs: --all of ")
     assert runs.main([str(tmp_path), "--all"]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines()[0].count("setting_") == 30 and "| of_one |" in out
-    assert "more settings differ" not in out
+    every = capsys.readouterr().out
+    assert every.splitlines()[0].count("setting_") == 30 and "| of_one |" in every
+    monkeypatch.delenv("COLUMNS")
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(sys, "__stdout__", file)
+        assert runs.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == every  # a file has room for all
+    assert "more settings differ" not in every
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ A row is a command as a user types it, and the end of the line that it gets. `.`
 the files of `made`. All end with exit code 2: the command or its config is wrong.
 """
 
+import ast
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import gin
 import pytest
 
+import reformax
 from reformax.cli import config, configs, evaluate, generate, parsed, statements, train
 from reformax.cli import flags as flags_lib
 from reformax.data import text as text_lib
@@ -71,7 +75,7 @@ SETTINGS = {
     "steps=many": "--config='steps=many': expected a whole number of at least 1",
     "dtype=bf16": "expected 'float32', ",
     "lm.ReformerLM.attention_type=full": "expected an AttentionOp, such as ",
-    "dtype=bfloat16": "write a text in quotes: --config=\"dtype='bfloat16'\"",
+    "dtype=bfloat16": "write a text in quotes: --config='dtype=\"bfloat16\"'",
     "scan_layers=true": "expected scan_layers=True",
     "loop.train.model=lm.ReformerLM": "with an @: --config='loop.train.model=@lm.ReformerLM'",
     "loop.train.optimizer=optimizer.adam": "--config='loop.train.optimizer=@optimizer.adam()'",
@@ -206,6 +210,16 @@ def test_a_wrong_override_is_quoted_for_a_shell(answer, tmp_path):
     given = "a = 'it\"s' # don't"
     line = answer("train", f"--config={given}", f"--output_dir={tmp_path}")
     assert shlex.split(line)[0] == f"--config={given}:"
+
+
+def test_what_an_error_puts_into_a_setting_is_quoted_by_a_function():
+    """`in_quotes` or `config_flag`, for quotes written around a value end at one that it has."""
+    by_hand = re.compile("--config=['\"][^'\"]*{}")
+    for path in Path(reformax.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (x.value if isinstance(x, ast.Constant) else "{}" for x in node.values)
+                assert not by_hand.search("".join(parts)), f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("text", ["a=(1,\n2)", "a='\x1b[31mred'", "it's\t\\n", "\u2028é", "it's"])

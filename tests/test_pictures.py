@@ -3,7 +3,9 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -174,8 +176,9 @@ def test_all_tables_of_times_have_every_figure_of_the_file(script):
     printed, rows = tables.tables(), tables.read()
     assert [int(n) for n in re.findall(r"^### (\d+)\.", printed, re.MULTILINE)] == [*range(9, 24)]
     both = printed.partition("### 20.")[2].partition("### 21.")[0]
+    lengths = {int(key[1]) for key in rows}
     for name in {key[0] for key in rows}:
-        found = [rows.get((name, n, *tables.PLAIN)) for n in ("128", "65536")]
+        found = [rows.get((name, str(f(lengths)), *tables.PLAIN)) for f in (min, max)]
         cells = [tables.cell(row, "combined_ms") for row in found]
         line = next(x for x in both.splitlines() if x.startswith(f"| {name} |"))
         assert [line.split(" | ")[1], line.removesuffix(" |").split(" | ")[-1]] == cells
@@ -197,7 +200,6 @@ def test_all_tables_are_those_of_a_file_of_the_benchmark_too(script, tmp_path):
 
 def test_a_backward_pass_below_nothing_is_no_figure(script):
     tables = script(ROOT / "docs/attention_table.py")
-    assert tables.HIDDEN == measured.HIDDEN
     for key, row in tables.read().items():
         if row["backward_ms"].startswith("-"):
             assert tables.cell(row, "backward_ms") == tables.NONE, key
@@ -206,6 +208,27 @@ def test_a_backward_pass_below_nothing_is_no_figure(script):
     assert tables.cell(row | {"backward_ms": "-0.05"}, "backward_ms") == tables.NONE
     assert tables.cell(row | {"backward_ms": ""}, "backward_ms") == "OOM"
     assert tables.cell({"error": "out of memory"}, "backward_ms") == "OOM"
+
+
+def test_the_page_is_made_without_jax(tmp_path):
+    code = f"import runpy, sys; runpy.run_path({str(ROOT / 'docs/attention_table.py')!r}); "
+    code += "assert 'jax' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "docs")}
+    command = [sys.executable, "-P", "-c", code]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+
+
+def test_a_length_is_compared_with_its_own_time_of_flash_attention(script, tmp_path):
+    """The lengths of the benchmark are some of those that the paper has."""
+    shape = measured.SHAPES["gpu"]
+    every = [x for group in measured.groups(shape, ["flash", "dense"]) for x in group]
+    known = {case: measured.Figures(1.0, 1.0, case.length / 256, 1.0) for case in every}
+    measured.write(tmp_path, known, every[0].machine)
+    printed = script(ROOT / "docs/attention_table.py").tables(tmp_path / "table.csv")
+    of_a100 = printed.partition("### 22.")[2]
+    assert "| attention | 256 | 1,024 | 4,096 | 16,384 | 65,536 |" in of_a100
+    assert "| flash | 0.31x | 0.57x | 1.88x | 7.35x | 29.27x |" in of_a100
+    assert printed.count("| attention | 256 | 1,024 | 4,096 | 16,384 | 65,536 |") == 15
 
 
 def test_figures_of_several_folders_are_one_file(script, tmp_path, monkeypatch):

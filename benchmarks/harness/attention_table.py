@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import gc
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,10 @@ from benchmarks.harness.calls import (
     N_QUEUED,
     attempt,
     attempt_within,
+    is_hidden,
     reason,
     seconds_of,
+    was_late,
 )
 from benchmarks.harness.processes import alone, together
 from reformax import durable, memory
@@ -65,8 +68,8 @@ from reformax.ops import (
 DROPOUT = 0.1
 N_PADDING = 20  # a masked row ends with fewer tokens of padding than this
 MOST = 0.5  # seconds of the calls of a pass, where one takes less
-HIDDEN = 1.5  # times the host's time for a program: up to this the device's is not seen
 TOGETHER = 2**15  # tokens of a row in all lengths whose programs are compiled side by side
+HELD = 2**26  # bytes that a device may hold between cases
 SLOW = 2.0  # seconds of a forward and backward pass after which longer rows are left out
 OUT_OF_MEMORY, LEFT_OUT = "out of memory", "left out, slow"
 DIED = 2  # beginnings without a figure after which a case is given up
@@ -85,7 +88,8 @@ class Shape(NamedTuple):
 SHAPES = {
     "tiny": Shape(2, (64, 128), 2, 8, "float32"),
     "cpu": Shape(1, tuple(2**i for i in range(7, 13)), 4, 32, "float32"),
-    "gpu": Shape(16, tuple(2**i for i in range(7, 17)), 8, 64, "bfloat16"),
+    # The longest first: what an interrupted run has is then what pages show.
+    "gpu": Shape(16, (65536, 16384, 4096, 1024, 256), 8, 64, "bfloat16"),
 }
 
 
@@ -205,6 +209,7 @@ class File:
             self._begun[case] = self._begun.get(case, 0) + 1
         else:
             self.known[case] = figures
+            self._begun.pop(case, None)
 
     def write(self, case: Case, figures: Figures | None) -> None:
         """Adds what is known of a case; None says that it begins."""
@@ -213,7 +218,7 @@ class File:
 
     def died(self, case: Case) -> bool:
         """Whether the process has ended in the case again and again."""
-        return case not in self.known and self._begun.get(case, 0) >= DIED
+        return self._begun.get(case, 0) >= DIED
 
 
 # A case's arrays and programs.
@@ -303,6 +308,12 @@ def n_bytes(program: Any) -> int:
     return sum(getattr(asked, f"{part}_in_bytes") for part in parts)
 
 
+def n_bytes_apart(of: Programs) -> int:
+    """The bytes of both passes as programs of their own: the second begins with what is kept."""
+    inputs = of.keeping.memory_analysis().argument_size_in_bytes
+    return max(n_bytes(of.keeping), inputs + n_bytes(of.backward))
+
+
 @jax.jit
 def first(x: Any) -> Any:
     """A program that does nothing, for the time of its start."""
@@ -338,7 +349,9 @@ def measure(op: AttentionOp, case: Case, of: Programs) -> Figures:
     given = inputs_of(op, case)
     of_forward = {name: x for name, x in given.items() if name != "d_out"}
     combined, ahead = queued_ms(of.combined, **given), queued_ms(of.forward, **of_forward)
-    backward = attempt(lambda: queued_ms(of.backward, of.keeping(**given)[1]))
+    backward = None
+    if n_bytes_apart(of) <= memory.available():
+        backward = attempt(lambda: queued_ms(of.backward, of.keeping(**given)[1]))
     if isinstance(backward, Exception):
         if not is_of_memory(backward):
             raise backward
@@ -374,11 +387,16 @@ def why_left_out(file: File, op: AttentionOp, case: Case) -> str | None:
     return "no weights to drop" if case.dropout and not op.dropout else None
 
 
-def leave_out(file: File, ops: Mapping[str, AttentionOp], group: Sequence[Case]) -> list[Case]:
-    """The cases to measure; writes of others why they are left out, where nothing is known."""
+def leave_out(
+    file: File, ops: Mapping[str, AttentionOp], group: Sequence[Case], limit: float
+) -> list[Case]:
+    """The cases to measure; writes of others why they are left out, where nothing is known.
+
+    One that was not compiled within fewer seconds than `limit` is measured.
+    """
     found = []
     for case in group:
-        if case in file.known:
+        if case in file.known and not was_late(file.known[case].error, limit):
             continue
         if why := why_left_out(file, ops[case.attention], case):
             file.write(case, Figures(error=why))
@@ -421,19 +439,19 @@ def fill(
     """Measures what the file does not have; yields the cases of a group when they are done.
 
     Raises:
-      RuntimeError: a case has left the device in a state that no program runs in; what is known is
-        kept.
+      RuntimeError: a case has left the device in a state that no program runs in, or arrays in its
+        memory; what is known is kept.
     """
     ops = attentions()
     file.lock.parent.mkdir(parents=True, exist_ok=True)
     for group in groups(shape, names, settings):
-        waiting = leave_out(file, ops, group)
+        waiting = leave_out(file, ops, group, limit)
         with together(file.lock):
             ready = compiled(ops, waiting, limit)
         with alone(file.lock):
             for case in waiting:
                 made = ready.pop(case)
-                if not leave_out(file, ops, [case]):  # a shorter one of the group was slow
+                if not leave_out(file, ops, [case], limit):  # a shorter one was slow
                     continue
                 if not isinstance(made, Exception):
                     file.write(case, None)
@@ -442,7 +460,23 @@ def fill(
                 file.write(case, failed(made) if error else made)
                 if error:
                     jax.block_until_ready(first(jnp.zeros(1)))
+                check_emptied(case)
         yield group
+
+
+def check_emptied(case: Case) -> None:
+    """Raises `RuntimeError` where a case's arrays are still in memory.
+
+    A program that runs out of memory can leave its arguments there until the process ends. The
+    cases after it would then be said to run out of memory too.
+    """
+    gc.collect()
+    held = sum((x.memory_stats() or {}).get("bytes_in_use", 0) for x in jax.local_devices())
+    if held > HELD:
+        raise RuntimeError(
+            f"{case.attention} of {case.length:,} tokens has left {memory.words(held)} in the "
+            "device's memory: give the same command again, which goes on behind it"
+        )
 
 
 # What is written.
@@ -461,7 +495,7 @@ def cell(figures: Figures, name: str) -> str:
     number = getattr(figures, name)
     if number is None:
         return figures.error.partition(":")[0] or OUT_OF_MEMORY
-    hidden = name.endswith("_ms") and number <= HIDDEN * figures.host_ms
+    hidden = name.endswith("_ms") and is_hidden(number, figures.host_ms)
     return f"< {number:,.2f}" if hidden else f"{number:,.2f}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import resource
 import statistics
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 MIB = 2**20
 N_QUEUED = 20
 COMPILERS = min(16, os.cpu_count() or 1)  # threads
+HIDDEN = 1.5  # times the host's time for a program: up to this the device's is not seen
 
 
 class PeerError(Exception):
@@ -95,6 +97,17 @@ def reason(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())
     # Some messages begin with where a layer was made; all end with what happened.
     return text if len(text) < 160 else f"{text[:60]} ... {text[-95:]}"
+
+
+def was_late(error: str, limit: float) -> bool:
+    """Whether something was given up after fewer seconds than `limit`, by the error's line."""
+    found = re.match(r"TimeoutError: (?:not compiled in|more than) (\S+) s\b", error)
+    return found is not None and float(found[1]) < limit
+
+
+def is_hidden(ms: float, host_ms: float) -> bool:
+    """Whether a time is not the device's, which takes no longer than the host for a program."""
+    return ms <= HIDDEN * host_ms
 
 
 def exit_if(failed: Iterable[str]) -> None:

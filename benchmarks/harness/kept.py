@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import lines, rows
-from benchmarks.harness.calls import PeerError
+from benchmarks.harness.calls import PeerError, was_late
 from benchmarks.harness.processes import Answer
 from benchmarks.harness.rows import Result
 
@@ -28,11 +28,12 @@ class Figures:
     Args:
       shape: of the run: its `lengths`, and what `rows.about` reads.
       file: lines of JSON, which are read, and which figures are added to; None: no file.
+      limit: seconds of a stage of a row.
     """
 
-    def __init__(self, shape: Any, file: Path | None):
+    def __init__(self, shape: Any, file: Path | None, limit: float = 0.0):
         self.lines: dict[tuple[str, int], dict[str, Any]] = {}
-        self._shape, self._file = shape, file
+        self._shape, self._file, self._limit = shape, file, limit
         self._about = rows.about(shape)
         for line in lines.read(file):
             if all(line.get(key) == x for key, x in self._about.items()):
@@ -64,5 +65,9 @@ class Figures:
         return {length: self.known(name, length) for length in lengths}
 
     def missing(self, name: str) -> list[int]:
-        """The lengths of the run that a row has nothing of."""
-        return [n for n in self._shape.lengths if (name, n) not in self.lines]
+        """The lengths of the run that a row has nothing of, or took longer than a shorter limit."""
+
+        def is_missing(line: dict[str, Any] | None) -> bool:
+            return line is None or was_late(line.get("error", ""), self._limit)
+
+        return [n for n in self._shape.lengths if is_missing(self.lines.get((name, n)))]

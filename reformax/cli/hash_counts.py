@@ -87,7 +87,7 @@ def table(found: dict[str, Any], metric: str) -> str:
     names = [metric, *(name for name in lines[0] if name.startswith("kept_mass"))]
     layers = [name for name in names if name.startswith("kept_mass_layer")]
     text, note = table_of(names), ""
-    if layers and text.index("\n") > width():
+    if layers and (room := width()) is not None and text.index("\n") > room:
         text = table_of([name for name in names if name not in layers])
         note = f"\nkept mass of each of {len(layers)} layers: by_n_hashes of the file"
     fewest = f"fewest hashes within {SUFFICES} bits of the best: {found['fewest_n_hashes']}"

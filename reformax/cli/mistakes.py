@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from reformax.cli import lookup, messages, modules, reading, short_names, statements
 from reformax.cli.overrides import Override
 from reformax.cli.statements import ConfigError
-from reformax.declared import expected, fits, in_quotes
+from reformax.declared import config_flag, expected, fits, in_quotes
 
 
 def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> None:
@@ -80,8 +80,8 @@ def of_override(override: Override, saved: bool) -> str | None:
         hint = lookup.hint_of(whole) or lookup.hint_of(short_names.arguments().get(whole, ""))
         if reference is None and hint is not None and not fits(value, hint):
             return f"expected {expected(hint, value)}"
-        quoted = f"""write a text in quotes: --config="{override.whole}='{value}'\""""
-        with_at = f"write a function with an @: --config='{override.whole}={reference}'; "
+        quoted = f"write a text in quotes: {config_flag(whole, value)}"
+        with_at = f"write a function with an @: --config={in_quotes(f'{whole}={reference}')}; "
         return with_at * bool(reference) + quoted
     if function is not None and "." not in function:
         near = f"; did you mean {whole}?" if (whole := lookup.settings().get(name)) else ""

@@ -13,8 +13,6 @@ from typing import Any
 from reformax.cli import terminal_curve
 from reformax.declared import in_quotes, some_of
 
-WIDTH = 160  # of a table where stdout is no terminal
-
 
 def note_unused(
     overrides: Sequence[str],
@@ -119,9 +117,9 @@ def counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
-def width() -> int:
-    """The letters that a table's line has room for."""
-    return shutil.get_terminal_size((WIDTH, 0)).columns
+def width() -> int | None:
+    """The letters that a table's line has room for; None: any number, for stdout is no terminal."""
+    return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -4,8 +4,8 @@ A DIR is a run's folder, or one that holds runs, such as a sweep's. The table ha
 which the runs differ, the best score with its step, tokens/s (the median of the record) and the
 minutes of training. A setting of a function that some runs do not use, such as the hashes of LSH
 attention, is compared among those that do. Of many settings the table has as many as the terminal
-is wide for, those that most runs have first; --all shows all. The plot has the scores of each run
-over its smoothed training loss.
+is wide for, those that most runs have first; --all shows all, and so does a file. The plot has the
+scores of each run over its smoothed training loss.
 """
 
 from __future__ import annotations

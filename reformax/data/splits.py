@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from reformax.data import files
 from reformax.data.base import SPLITS
-from reformax.declared import SettingError, some_of
+from reformax.declared import SettingError, config_flag, some_of
 
 # Whether a folder's own splits are kept, or all that it holds is one text that is cut.
 By = Literal["by_name", "cut"]
@@ -117,7 +117,7 @@ def divided(folder: Path, paths: Sequence[Path], option: str) -> Divided:
     """
     layouts = _layouts(folder, paths)
     split_of = {path: split for path in paths if (split := _split_in(layouts, folder, path))}
-    fix = f"choose files by pattern, or take all as one by --config=\"{option}='cut'\""
+    fix = f"choose files by pattern, or take all as one by {config_flag(option, 'cut')}"
     if not split_of:
         return Divided({"train": list(paths)}, (), _held_out_alone(folder, paths, fix))
     outside = [path for path in paths if path not in split_of]

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from reformax.declared import SettingError
-from reformax.ops.numerics.arrays import check_array, check_ids
+from reformax.ops.numerics.arrays import check_array, check_ids, check_lengths
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """The most positions of a state's text, which compiled programs know; None: any number."""
+
+    n: int | None
+
+    def check(
+        self, name: str, position: Int[Array, " B"], lengths: Int[Array, " B"] | None = None
+    ) -> None:
+        """Raises a `ValueError` if there is no room for `lengths` more positions, or one.
+
+        Within `jax.jit` the numbers are not known, and none is refused.
+
+        Args:
+          name: of `position`.
+          position: of the next token of each row.
+          lengths: how many are read in each row; None: one.
+        """
+        if self.n is None:
+            return
+        if lengths is None:
+            of = f"below the state's capacity, {self.n}"
+            check_lengths(name, position, len(position), self.n - 1, of)
+        else:
+            end = position + lengths
+            check_lengths(f"{name} + lengths", end, len(end), self.n, "the state's capacity")
 
 
 def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:

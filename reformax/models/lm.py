@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Unsupported
-from reformax.models.arguments import check_capacity, check_embedding, check_tokens
+from reformax.models.arguments import Capacity, check_capacity, check_embedding, check_tokens
 from reformax.models.backbone import Backbone
 from reformax.models.base import AttentionType, Residual, Reversible
 from reformax.models.logits import affine, affine_params, capped, logits_product
@@ -32,6 +32,7 @@ class LMState(NamedTuple):
 
     position: Int[Array, " B"]  # the next position of each row
     caches: Any  # of every layer
+    capacity: Capacity  # of the caches and of the model's positions
 
 
 class LMParts(NamedTuple):
@@ -234,8 +235,9 @@ class LanguageModel(Backbone):
 
         Raises:
           ValueError: the capacity leaves no room after the prompts or is above that of the
-            positions, the model is not built for evaluation, tokens are no integers `[B, T]`,
-            lengths no integers `[B]` up to T, or weights are of other sizes.
+            positions, the prompts are longer than what the state has room for, the model is not
+            built for evaluation, tokens are no integers `[B, T]`, lengths no integers `[B]` up to
+            T, or weights are of other sizes.
           NotImplementedError: an attention algorithm cannot decode.
         """
         check_tokens("tokens", tokens)
@@ -259,7 +261,11 @@ class LanguageModel(Backbone):
         )
         last = lengths[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
-        return self._next(params, streams), LMState(lengths + 1, caches)
+        return self._next(params, streams), LMState(lengths + 1, caches, self._held(capacity))
+
+    def _held(self, capacity: int) -> Capacity:
+        """The capacity of a state whose caches have this one, if they grow with the text."""
+        return Capacity(self.max_length if self.carries_state else capacity)
 
     @property
     def angles_change_after(self) -> int | None:
@@ -293,20 +299,23 @@ class LanguageModel(Backbone):
         check_capacity(capacity, self.max_length)
         rng = self._rng_of_layers(rng)
         caches = self._layers.first_caches(params["stack"], batch, capacity, rng)
-        return LMState(jnp.zeros(batch, jnp.int32), caches)
+        return LMState(jnp.zeros(batch, jnp.int32), caches, self._held(capacity))
 
     def take_rows(self, state: LMState, rows: Int[Array, " R"]) -> LMState:
         """The state of the rows with these indices, in their order. An index may repeat."""
-        return LMState(state.position[rows], take_rows(state.caches, rows))
+        caches = take_rows(state.caches, rows)
+        return state._replace(position=state.position[rows], caches=caches)
 
     def where_rows(self, mask: Bool[Array, " B"], state: LMState, other: LMState) -> LMState:
         """The rows of `state` where the mask is True, and of `other` elsewhere."""
         position = jnp.where(mask, state.position, other.position)
-        return LMState(position, where_rows(mask, state.caches, other.caches))
+        caches = where_rows(mask, state.caches, other.caches)
+        return state._replace(position=position, caches=caches)
 
     def _read_on(self, params, tokens, lengths, state: LMState):
         """`prefill` of tokens that follow a text; logits of rows without one are arbitrary."""
-        position, caches = state
+        position, caches, capacity = state
+        capacity.check("state.position", position, lengths)
         of_tokens = position[:, None] + jnp.arange(tokens.shape[1])[None]
         if self.max_length is not None:  # of padding
             of_tokens = jnp.minimum(of_tokens, self.max_length - 1)
@@ -315,7 +324,7 @@ class LanguageModel(Backbone):
         streams, caches = self._layers.read_on(params["stack"], streams, lengths, position, caches)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
-        return self._next(params, streams), LMState(position + lengths, caches)
+        return self._next(params, streams), LMState(position + lengths, caches, capacity)
 
     def step(
         self, params, tokens: Int[Array, " B"], state: LMState
@@ -326,13 +335,18 @@ class LanguageModel(Backbone):
           params: the weights from `for_decoding`.
           tokens: the last token of each row.
           state: from `first_state`, `prefill` or the step before.
+
+        Raises:
+          ValueError: a row has as many positions as the state's capacity. Within `jax.jit` that is
+            not known, and the logits of such a row are arbitrary.
         """
-        position, caches = state
+        position, caches, capacity = state
+        capacity.check("state.position", position)
         x = self._embed(params, params["embedding"][tokens[:, None]], position[:, None])
         streams, caches = self._layers.step(
             params["stack"], [x] * self._layers.n_streams, caches, position
         )
-        return self._next(params, streams), LMState(position + 1, caches)
+        return self._next(params, streams), LMState(position + 1, caches, capacity)
 
     def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
         """The logits of the next token, from the stack's outputs at the newest one."""

@@ -22,7 +22,7 @@ from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
 from reformax.layers.base import check_shape
 from reformax.layers.dropout import dropout
-from reformax.models.arguments import check_capacity, check_embedding, check_tokens
+from reformax.models.arguments import Capacity, check_capacity, check_embedding, check_tokens
 from reformax.models.base import AttentionType, Model, PosType, Residual, Reversible
 from reformax.models.designs import Design
 from reformax.models.logits import capped, logits_product
@@ -40,6 +40,7 @@ class TranslationState(NamedTuple):
     position: Int[Array, " R"]  # of the next token
     caches: Any  # of every layer's self-attention
     origins: Int[Array, "B K C"] | None  # in beam search: see `EncoderDecoder.beams`
+    capacity: Capacity  # of the caches
 
 
 class Memory(NamedTuple):
@@ -303,7 +304,7 @@ class EncoderDecoder(Model):
         logits = self._next(weights, streams)
         return (
             logits,
-            TranslationState(position + 1, caches, None),
+            TranslationState(position + 1, caches, None, Capacity(capacity)),
             Memory(keys_values, segment_ids),
         )
 
@@ -317,8 +318,13 @@ class EncoderDecoder(Model):
           tokens: the last token of each row; R / B rows for each source, one after the other.
           decoding: from `prefill`, `beams`, `select` or the step before.
           memory: from `prefill`.
+
+        Raises:
+          ValueError: a target has as many tokens as the capacity. Within `jax.jit` that is not
+            known, and the logits of such a row are arbitrary.
         """
-        position, caches, origins = decoding
+        position, caches, origins, capacity = decoding
+        capacity.check("decoding.position", position)
         if origins is not None:  # a beam's next position is in the beam's row
             beam = jnp.arange(origins.shape[1], dtype=origins.dtype)[None, :, None]
             now = position.reshape(*origins.shape[:2], 1)
@@ -328,7 +334,8 @@ class EncoderDecoder(Model):
         streams, caches = stack.step(
             decoder["stack"], [x] * stack.n_streams, caches, position, origins, *memory
         )
-        return self._next(params, streams), TranslationState(position + 1, caches, origins)
+        decoding = TranslationState(position + 1, caches, origins, capacity)
+        return self._next(params, streams), decoding
 
     def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
         """`logits` with the weights from `for_decoding`."""
@@ -346,16 +353,17 @@ class EncoderDecoder(Model):
         rows = jnp.repeat(jnp.arange(n_rows), n_beams)
         caches = take_rows(decoding.caches, rows)
         origins = jnp.zeros((n_rows, n_beams, capacity), jnp.int32)
-        return TranslationState(decoding.position[rows], caches, origins)
+        position = decoding.position[rows]
+        return decoding._replace(position=position, caches=caches, origins=origins)
 
     def select(self, decoding: TranslationState, parents: Int[Array, "B K"]) -> TranslationState:
         """Beams that continue their parents, numbered among the beams of the same source."""
         n_rows, n_beams = parents.shape
         rows = (parents + n_beams * jnp.arange(n_rows)[:, None]).reshape(-1)
-        return TranslationState(
-            decoding.position[rows],
-            self._stacks["decoder"].reorder_cache(decoding.caches, rows),
-            jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
+        return decoding._replace(
+            position=decoding.position[rows],
+            caches=self._stacks["decoder"].reorder_cache(decoding.caches, rows),
+            origins=jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
         )
 
 

@@ -24,7 +24,6 @@ Which keys a query sees is decided in two steps: the candidates, which are in re
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -38,6 +37,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
     KERNELS,
+    MAX_TILE,
     Interpret,
     choose_kernels,
     kernel_obstacles,
@@ -267,9 +267,7 @@ class lsh(AttentionOp):
 
     def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
-        interpret = None
-        if not self.wrap:
-            interpret = choose_kernels(self._impl_of_others, kernel_obstacles(q, None, v))
+        interpret = self._inserting(q, v, cache.order.shape[-1])
         if interpret is None:
             found = self._insert(q, call.position, cache)
         else:
@@ -284,6 +282,15 @@ class lsh(AttentionOp):
         given = call, q, cache.memory, KeyValues(key, v), mask, self._impl_of_others
         out, memory = add_and_attend(*given, **options)
         return out, LshCache(memory, buckets, order, cache.rotations)
+
+    def _inserting(self, q, v, capacity: int) -> Interpret:
+        """`choose_kernels` of `_insert`; no kernel joins the hashes' chunks to a circle."""
+        if self.wrap:
+            return None
+        found, n_slots = kernel_obstacles(q, None, v), self._n_in_reach(capacity)
+        if n_slots > MAX_TILE:
+            found = found._replace(chip=f"{n_slots:,} slots in reach, which is above {MAX_TILE:,}")
+        return choose_kernels(self._impl_of_others, found)
 
     def _insert(self, q: Float[Array, "B 1 N H"], position: Int[Array, " B"], cache: LshCache):
         """Inserts the newest query's position in each hash's order.
@@ -317,7 +324,7 @@ class lsh(AttentionOp):
         options = kernel.InsertOptions(
             tuple(self._hashing.factors_for(capacity)),
             self._n_in_reach(capacity),
-            functools.partial(self._in_reach, capacity),
+            self._in_reach,
             interpret,
         )
         arrays = q[:, 0], cache.rotations.value, position, cache.buckets, cache.order

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from reformax import devices, memory
-from reformax.declared import SettingError, Size, check
+from reformax.declared import SettingError, Size, check, config_flag
 from reformax.progress import Progress
 from reformax.task import TaskModel
 from reformax.training import loss as loss_lib
@@ -60,7 +60,7 @@ def check_model(model, task) -> None:
         name = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}.n_classes"
         raise SettingError(
             f"task {task.name} has {task.n_classes} classes and the model "
-            f"n_classes={model.n_classes}: set --config='{name}={task.n_classes}'"
+            f"n_classes={model.n_classes}: set {config_flag(name, task.n_classes)}"
         )
     sizes = {"vocab_size": model.vocab_size}
     if task.translation is not None:

@@ -20,6 +20,16 @@ class Lost(OSError):
     """The folder is no longer this training's: it or its lock was deleted or replaced."""
 
 
+def raise_if_lost(check: Callable[[], None]) -> None:
+    """Raises `Lost` of `check`, and no other error of it."""
+    try:
+        check()
+    except Lost:
+        raise
+    except Exception:
+        pass
+
+
 class Lock:
     """A lock that is held."""
 

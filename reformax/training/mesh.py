@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from reformax.declared import SettingError, shown
+from reformax.declared import SettingError, config_flag, shown
 from reformax.devices import AXES, CONTEXT, n_row_shards, n_sequence_shards, placement
 
 
@@ -152,8 +152,7 @@ def check_batch_size(
         fix = ", or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)" if n > 1 else ""
         fix += ", or change accumulate" if accumulate > 1 else ""
         if length is not None and (context := _context_for(batch_size, mesh, accumulate, length)):
-            typed = f"loop.train.mesh={{'context': {context}}}"
-            fix = f', or split rows by --config="{typed}"{fix}'
+            fix = f", or split rows by {config_flag('loop.train.mesh', {CONTEXT: context})}{fix}"
         below = max(batch_size // parts, 1) * parts
         raise SettingError(
             f"{name}={batch_size} cannot be divided {' and '.join(over)}: make it a multiple of "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reformax import durable
+from reformax.training.lock import raise_if_lost
 
 _UNSYNCED = 2**20  # bytes that are in memory until the disk has them
 _BLOCK = 2**16  # bytes that are read together
@@ -47,7 +48,8 @@ class RecordLines:
           scored: the splits of the evaluations of its step that the checkpoint was saved after;
             None: all that there are.
           say: gets a line about lines that were lost, and about failing writes.
-          check: called before the file is written anew; raises OSError if it must not be.
+          check: called before the file is written; raises `Lost` if it is another training's now,
+            and OSError if that is unknown: the file is then not written anew.
 
         Raises:
           OSError: the file cannot be read or written.
@@ -87,7 +89,12 @@ class RecordLines:
         return self._n_lines
 
     def append(self, line: dict[str, Any]) -> None:
-        """Adds a line, which other programs see at once."""
+        """Adds a line, which other programs see at once.
+
+        Raises:
+          Lost: the file is another training's now. Nothing is added.
+        """
+        raise_if_lost(self._check)
         text = _text(line)
         with self._lock:
             self._add(text)

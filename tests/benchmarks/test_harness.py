@@ -23,6 +23,21 @@ def test_long_rows_are_compiled_one_after_another(lengths, at_once, tmp_path, mo
     assert found == at_once
 
 
+def test_a_row_that_was_late_is_missing_where_the_limit_is_longer(tmp_path):
+    shape, path = attention.SHAPES["tiny"], tmp_path / "saved.jsonl"
+    figures, length = attention.Figures(shape, path), shape.lengths[0]
+    (late,) = processes.ask(sys.executable, "rows.attention.numbers", patience=0.01)
+    figures.add("late", None, length, late)
+    figures.add("failed", None, length, {"error": "RESOURCE_EXHAUSTED"})
+    figures.add(
+        "left out", None, length, {"error": "TimeoutError: left out: about 2.9 s and 1 GiB"}
+    )
+    for limit, missing in ((0.01, False), (9, True)):
+        figures = attention.Figures(shape, path, limit)
+        assert (length in figures.missing("late")) == missing, late
+        assert length not in figures.missing("failed") + figures.missing("left out")
+
+
 def test_rows_are_tried_at_the_same_time_and_stay_failed():
     """As many as `threads` says: each waits here until as many others run too."""
     barrier = threading.Barrier(3)

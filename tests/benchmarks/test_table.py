@@ -100,6 +100,30 @@ class Compiled:
         return types.SimpleNamespace(**{f"{x}_in_bytes": y for x, y in sizes.items()})
 
 
+def test_passes_that_do_not_fit_apart_are_not_run_apart(monkeypatch):
+    """Running out of memory, a program leaves arrays there for as long as its process lives."""
+    (case, *_), *_ = attention_table.groups(attention_table.SHAPES["tiny"], ["flash"])
+    monkeypatch.setattr(attention_table, "inputs_of", lambda op, case: dict(d_out=0))
+    monkeypatch.setattr(attention_table.memory, "available", lambda: 100)
+    for of_inputs, kept, fits in ((40, 60, True), (41, 60, False), (101, 0, False)):
+        of = Compiled(), Compiled(size=of_inputs), Compiled(size=kept), Compiled()
+        found = attention_table.measure(None, case, attention_table.Programs(*of))
+        assert (found.backward_ms is not None) == fits and found.combined_ms is not None
+
+
+def test_a_case_that_leaves_arrays_in_memory_ends_the_command(tmp_path, monkeypatch):
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(64,))
+    device = types.SimpleNamespace(memory_stats=lambda: dict(bytes_in_use=2**30))
+    out = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
+    monkeypatch.setattr(attention_table, "lowered", lambda op, case: [Compiled()] * 4)
+    monkeypatch.setattr(attention_table, "measure", lambda *_: exec("raise out", dict(out=out)))
+    monkeypatch.setattr(attention_table.jax, "local_devices", lambda: [device])
+    file = attention_table.File(tmp_path / "table.jsonl")
+    with pytest.raises(RuntimeError, match="flash of 64 tokens has left 1.0 GiB .* same command"):
+        list(attention_table.fill(file, shape, ["flash", "linear"], ["plain"]))
+    assert [case.attention for case in file.known] == ["flash"]
+
+
 def test_commands_of_one_folder_write_its_tables_in_turn(tmp_path, monkeypatch):
     """Two at a time fail, or leave out lines of each other."""
     written, shape = [], attention_table.SHAPES["tiny"]
@@ -144,16 +168,65 @@ def test_what_does_not_compile_in_time_keeps_nothing_else_waiting(tmp_path, monk
         ("linear", True, ""),
     }
 
+    # A longer limit tries it again, and the same does not.
+    seconds["flash"] = 0.0
+    known, asked = dict(file.known), []
+    monkeypatch.setattr(
+        attention_table, "lowered", lambda op, case: asked.append(case) or [Compiled()] * 4
+    )
+    for limit in (0.3, 0.2):
+        list(attention_table.fill(file, shape, ["flash", "linear"], ["mask"], limit=limit))
+        assert not asked and file.known == known
+    file = attention_table.File(tmp_path / "table.jsonl")
+    list(attention_table.fill(file, shape, ["flash", "linear"], ["mask"], limit=9))
+    assert {case.attention for case in asked} == {"flash"} and len(asked) == 2
+    assert not any(figures.error for figures in file.known.values())
+
+
+def test_a_late_case_that_ends_its_process_when_tried_again_is_given_up(tmp_path):
+    (case, *_), *_ = attention_table.groups(attention_table.SHAPES["tiny"], ["flash"])
+    late = attention_table.Figures(error="TimeoutError: not compiled in 150 s")
+    file = attention_table.File(tmp_path / "table.jsonl")
+    ops = attention_table.attentions()
+    for figures in (None, late, None, None):
+        assert attention_table.leave_out(file, ops, [case], limit=300) == [case]
+        file.write(case, figures)
+    assert attention_table.leave_out(file, ops, [case], limit=300) == []
+    assert file.known[case].error == "the process ended 2 times"
+
+
+def test_a_gpu_s_longest_rows_are_measured_first():
+    """What an interrupted run has is then what the page shows; 4,096 is in another page."""
+    shape = attention_table.SHAPES["gpu"]
+    assert shape.lengths == (65536, 16384, 4096, 1024, 256)
+    first, second = attention_table.groups(shape, ["flash"], ["plain"])
+    assert [case.length for case in first] == [65536]
+    assert [case.length for case in second] == [16384, 4096, 1024, 256]
+
+
+def test_a_slow_row_leaves_out_longer_ones_and_no_shorter_one(tmp_path):
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(256, 128, 64))
+    (cases,) = attention_table.groups(shape, ["flash"], ["plain"])
+    file, ops = attention_table.File(tmp_path / "table.jsonl"), attention_table.attentions()
+    slow = attention_table.Figures(1.0, 1.0, 9000.0, 1.0)
+    file.write(cases[0], slow)
+    assert attention_table.leave_out(file, ops, cases, limit=9) == cases[1:]
+    file.known.clear()
+    file.write(cases[1], slow)
+    assert attention_table.leave_out(file, ops, cases, limit=9) == cases[2:]
+    assert file.known[cases[0]].error == attention_table.LEFT_OUT
+
 
 def test_both_passes_have_figures_where_memory_is_too_small_for_what_one_keeps(monkeypatch):
     monkeypatch.setattr(attention_table, "inputs_of", lambda op, case: dict(d_out=0))
     shape = attention_table.SHAPES["tiny"]
     (case, *_), *_ = attention_table.groups(shape, ["flash"])
 
-    def fails(*args, **named):
-        raise RuntimeError(f"{text}: while allocating")
+    class Fails(Compiled):
+        def __call__(self, **named):
+            raise RuntimeError(f"{text}: while allocating")
 
-    of = attention_table.Programs(Compiled(size=2**20), fails, Compiled(), Compiled())
+    of = attention_table.Programs(Compiled(size=2**20), Fails(), Compiled(), Compiled())
     text = "RESOURCE_EXHAUSTED"
     figures = attention_table.measure(None, case, of)
     assert figures.combined_ms > 0 and figures.memory_mib == 1.0 and figures.backward_ms is None

@@ -129,7 +129,8 @@ def test_splits_that_cannot_be_used_are_refused(case, tmp_path, fails_in_one_lin
     names, line = REFUSED[case]
     for name in names:
         write(tmp_path, name)
-    match = f"{line}.*choose files by pattern, or take all as one by .*text.text.splits='cut'"
+    flag = "--config='text.text.splits=\"cut\"'"
+    match = f"{line}.*choose files by pattern, or take all as one by {flag}"
     with fails_in_one_line(ValueError, match):
         text(tmp_path)
     assert text(tmp_path, splits="cut").n_targets("train")

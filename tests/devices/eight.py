@@ -617,7 +617,7 @@ APART = "lm.TransformerLM.attention_type=@longformer.longformer()"
         ("loop.train.mesh={'data': 8}", "batch_size=2 cannot be divided over 8 devices"),
         (
             "loop.train.mesh={}",
-            "or split rows by --config=\"loop.train.mesh={'context': 4}\", or show JAX fewer",
+            "or split rows by --config='loop.train.mesh={\"context\": 4}', or show JAX fewer",
         ),
         (APART, "mesh has context=8 and op is longformer"),
     ],

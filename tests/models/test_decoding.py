@@ -9,7 +9,7 @@ import pytest
 
 from reformax.layers import reversible
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import csa, dense, dsa, local, lsh, shared_qk
+from reformax.ops import csa, dense, dsa, linear, local, lsh, shared_qk
 from reformax.ops.indexing.indexer import Indexer
 from tests.helpers import changed
 from tests.layers import plain
@@ -211,6 +211,44 @@ def test_hashes_are_those_of_the_rng():
     one, other = start(RNG), start(jax.random.PRNGKey(9))
     np.testing.assert_array_equal(one, start(RNG))
     assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("attention", [dense.dense(), CYCLE], ids=["dense", "hashed"])
+def test_no_position_is_beyond_the_capacity(attention):
+    """A cache without room gives numbers of another text; a compiled program does not know."""
+    model = TransformerLM(**SMALL, attention_type=attention)
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    lengths = np.array([4, 6])
+    _, state = model.prefill(params, tokens[:, :6], lengths, 8, RNG)
+    weights, step = model.for_decoding(params), jax.jit(model.step)
+    _, full = step(weights, tokens[:, 7], state)  # 8 positions of the second row
+    match = "^state.position has 6 to 8: expected 0 to 7, below the state's capacity, 8$"
+    with pytest.raises(ValueError, match=match):
+        model.step(weights, tokens[:, 7], full)
+    model.step(weights, tokens[:1, 7], model.take_rows(full, np.array([0])))
+    step(weights, tokens[:, 7], full)
+    more = np.array([3, 2])
+    match = r"^state.position \+ lengths has 8 to 9: expected 0 to 8, the state's capacity$"
+    with pytest.raises(ValueError, match=match):
+        model.prefill(params, tokens[:, :3], more, 0, state=state)
+    model.prefill(params, tokens[:, :3], np.array([3, 1]), 0, state=state)
+    first = model.first_state(params, 2, 2, RNG)
+    with pytest.raises(ValueError, match="has 3 to 3: expected 0 to 2, the state's capacity"):
+        model.prefill(params, tokens[:, :3], np.array([3, 3]), 0, state=first)
+
+
+def test_a_state_of_one_size_goes_on_as_far_as_positions_are_held():
+    linear_lm = functools.partial(TransformerLM, **SMALL, attention_type=linear.linear())
+    for options, most in (({}, None), (AXIAL, 30)):
+        model = linear_lm(**options)
+        params = plain.init(model, (1, LENGTH))
+        state = model.first_state(params, 1, 1, RNG)._replace(position=jnp.array([30]))
+        weights, token = model.for_decoding(params), np.array([1])
+        if most is None:
+            model.step(weights, token, state)
+        else:
+            with pytest.raises(ValueError, match="^state.position has 30 to 30: expected 0 to 29"):
+                model.step(weights, token, state)
 
 
 def test_errors():

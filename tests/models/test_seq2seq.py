@@ -325,6 +325,17 @@ def test_every_step_is_that_of_the_forward(name):
         logits, decoding = step(weights, target[:, t], decoding, memory)
 
 
+def test_no_target_is_longer_than_the_capacity():
+    model, params = make("post-norm, axial")
+    source = np.ones((2, 5), np.int32)
+    weights, token = model.for_decoding(params), np.array([1, 1])
+    _, decoding, memory = model.prefill(params, weights, source, 2)
+    _, decoding = model.step(weights, token, decoding, memory)
+    match = "^decoding.position has 2 to 2: expected 0 to 1, below the state's capacity, 2$"
+    with pytest.raises(ValueError, match=match):
+        model.step(weights, token, decoding, memory)
+
+
 HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
 
 

@@ -97,3 +97,23 @@ def test_the_impl_of_an_op_decides_how_it_hashes(factory, function, monkeypatch)
         assert_trees_equal(*([x.buckets for x in found] if inserts else found))
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert hashes_in_a_kernel("auto") == (inserts or function != "step")
+
+
+@pytest.mark.parametrize("chunk_len, fits", [(2**19, True), (2**19 + 1, False)])
+def test_a_reach_that_no_tile_holds_is_not_inserted_by_the_kernel(chunk_len, fits, monkeypatch):
+    """A query sees two chunks. Triton's tiles hold 2**20 numbers."""
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    q = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.bfloat16)
+
+    def inserting(impl):
+        return lsh.lsh(chunk_len=chunk_len, impl=impl)._inserting(q, q, 2**22)
+
+    assert inserting("xla") is None and inserting(INTERPRETED) is True
+    assert inserting("auto") is (False if fits else None)
+    if fits:
+        assert inserting("pallas") is False
+    else:
+        with pytest.raises(
+            NotImplementedError, match="^impl='pallas' with 1,048,578 slots in reac"
+        ):
+            inserting("pallas")

@@ -468,6 +468,29 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
     assert not n_kernels(row, "xla", 1)
 
 
+KERNELS_OF_OURS = [row for row in DECODING if row.factory is not dense.dense]
+
+
+@WITHOUT_GPU
+@over(filter(has_a_step_in_kernels, KERNELS_OF_OURS), quick=one_of_each_kind)
+def test_a_step_outside_of_jit_compiles_its_kernels_once(row):
+    compiled, (step, start) = [], first_step(row, INTERPRETED, 1)
+    held = start()
+
+    def listen(name, seconds, fun_name="", **_):
+        if "backend_compile" in name and "cond" not in fun_name:  # which JAX compiles every time
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        want = step(held)
+        compiled.clear()
+        np.testing.assert_array_equal(step(held), want)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+
 CUDNN = [row for row in DECODING if row.factory in (dense.dense, flash.flash, local.local)]
 
 

@@ -1,6 +1,7 @@
 """Lines of kept mass in a run's record, and of a split."""
 
 import json
+import sys
 from functools import partial
 
 import jax
@@ -106,13 +107,18 @@ def test_hashes_are_counted_by_the_model():
     assert DENSE(mode="eval").with_n_hashes(4) is None
 
 
-def test_a_table_has_no_column_of_each_layer_where_the_terminal_is_narrow(monkeypatch):
+def test_a_table_has_no_column_of_each_layer_where_the_terminal_is_narrow(tmp_path, monkeypatch):
     masses = {"kept_mass": 0.5} | {f"kept_mass_layer_{layer}": 0.5 for layer in range(24)}
     line = {"n_hashes": 2, "bits": 1.0, "standard_error": None, **masses}
     found = {"by_n_hashes": [line], "fewest_n_hashes": 2}
     monkeypatch.setenv("COLUMNS", "300")
-    assert "| layer 23 |" in hash_counts.table(found, "bits").splitlines()[0]
+    whole = hash_counts.table(found, "bits")
+    assert "| layer 23 |" in whole.splitlines()[0]
     monkeypatch.setenv("COLUMNS", "120")
     head, _, _, note, _ = hash_counts.table(found, "bits").splitlines()
     assert head == "| hashes | bits | kept mass |"
     assert note == "kept mass of each of 24 layers: by_n_hashes of the file"
+    monkeypatch.delenv("COLUMNS")
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(sys, "__stdout__", file)
+        assert hash_counts.table(found, "bits") == whole

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -9,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from reformax.training import lock, loop
+from reformax.training.callbacks import Callback
 from reformax.training.checkpoint import Checkpoints
 from tests.training import tiny, worker
 
@@ -112,7 +115,7 @@ def disturbed(folder, disturb):
             disturb()
         return tiny.counting().train_batch(seed, step, *sizes)
 
-    # The record gets no line before the checkpoint of step 8, which looks whose folder it is.
+    # The record gets no line before the checkpoint of step 8: each looks whose folder it is.
     settings = {"steps": 12, "checkpoint_every": 4, "eval_every": 12, "log_every": 12}
     arguments = worker.arguments(**settings)
     task = arguments["task"].replace(train_batch=train_batch)
@@ -179,6 +182,23 @@ def test_a_second_training_after_the_lock_was_deleted_is_left_alone(tmp_path):
     }
 
 
+def test_a_record_gets_no_line_once_the_lock_is_lost(tmp_path):
+    """Which another training's would have among its own; it ends the run before the next save."""
+    record, steps = tmp_path / "metrics.jsonl", []
+
+    class Disturb(Callback):
+        def on_step(self, step, metrics):
+            steps.append(step)
+            if step == 3:
+                (tmp_path / ".lock").unlink()
+
+    settings = dict(steps=12, checkpoint_every=12, eval_every=12, log_every=1)
+    with pytest.raises(lock.Lost, match=r"\.lock was deleted"):
+        loop.train(tmp_path, **worker.arguments(**settings, callbacks=[Disturb()]))
+    assert [json.loads(x)["step"] for x in record.read_text().splitlines()] == [1, 2, 3]
+    assert steps == [1, 2, 3]
+
+
 @pytest.mark.slow
 def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, monkeypatch):
     write_arrays = Checkpoints._write_arrays
@@ -196,12 +216,12 @@ def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, mo
 
 @pytest.mark.slow
 def test_a_lock_that_cannot_be_looked_at_costs_one_checkpoint_alone(tmp_path, monkeypatch, capsys):
-    lstat, looks = os.lstat, []
+    lstat, writing = os.lstat, []
 
     def fails(path, *args, **kwargs):
         if str(path).endswith(lock.FILE):
-            looks.append(path)
-            if len(looks) == 2:  # the first is when the run begins
+            writing.append(threading.current_thread() is not threading.main_thread())
+            if sum(writing) <= 1 < len(writing):  # also of lines before the first checkpoint
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return lstat(path, *args, **kwargs)
 

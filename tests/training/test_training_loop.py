@@ -357,7 +357,7 @@ def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
     for rows, length, context in [(1, 64, 4), (2, 64, 2), (6, 6, 2), (1, 6, None), (1, None, None)]:
         with pytest.raises(ValueError, match="cannot be divided over 4 devices") as told:
             mesh.check_batch_size("batch_size", rows, mesh_of_4, length=length)
-        named = f"loop.train.mesh={{'context': {context}}}"
+        named = f"""--config='loop.train.mesh={{"context": {context}}}'"""
         assert (named in str(told.value)) == (context is not None)
         if context is not None:
             mesh.check_batch_size(

@@ -21,6 +21,8 @@ ON_GPU = ("cudnn", "pallas", "mosaic")
 
 # A row of an attention kernel's tile must fit on the chip; some kernels hold narrow ones alone.
 MAX_HEAD_SIZE, NARROW_HEAD = 256, 128
+# The most numbers of a tile of Triton.
+MAX_TILE = 2**20
 # The most query heads of a key head that are rows of one tile.
 MAX_GROUP = 128
 # Columns of a tile that products of 16-bit numbers read on Hopper.

@@ -23,7 +23,7 @@ from reformax.training import description, manifest
 from reformax.training.checkpoint.copies import Copies, in_words
 from reformax.training.checkpoint.names import OLD
 from reformax.training.checkpoint.reading import TEMPORARY, CheckpointReader, is_temporary
-from reformax.training.lock import Lost
+from reformax.training.lock import Lost, raise_if_lost
 from reformax.training.named_tensors import named
 from reformax.training.processes import Processes
 
@@ -248,7 +248,7 @@ class Checkpoints(CheckpointReader):
         except Lost:  # all that is there is another's
             raise
         except Exception as error:
-            together.by_first(partial(_raise_if_lost, check))
+            together.by_first(partial(raise_if_lost, check))  # which is why anything else failed
             if together.first:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self._failed = temporary  # a thread of orbax may still be writing there
@@ -343,13 +343,3 @@ class Checkpoints(CheckpointReader):
         durable.remove(gone)
         os.rename(folder, gone)
         durable.remove(gone)
-
-
-def _raise_if_lost(check: Callable[[], None]) -> None:
-    """Raises `Lost` of `check`, which is why anything else failed; no other error."""
-    try:
-        check()
-    except Lost:
-        raise
-    except Exception:
-        pass

@@ -8,6 +8,7 @@ Letters as in `reformax.ops.base`; I, J and K are sides of tiles, L is the lengt
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -302,12 +303,42 @@ def launch(
         # With `check_vma=True`, outputs vary along the mesh axes of the inputs.
         return varying_as(inputs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape))
 
+    shapes, tree = jax.tree.flatten(jax.eval_shape(empty))
+    static = tuple(shapes), tree, grid, num_warps, num_stages, interpret, name
+    static += (tuple((aliases or {}).items()),)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs)):
+        return _launcher(kernel, *static)(*inputs)
+    return _kept_launcher(_Kernel(kernel), *static)(*inputs)
+
+
+class _Kernel(functools.partial):
+    """A kernel with its static arguments, equal to another of equal ones."""
+
+    @property
+    def _parts(self) -> Any:
+        return self.func, self.args, frozenset(self.keywords.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kernel) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+
+def _launcher(
+    kernel, shapes, tree, grid, num_warps, num_stages, interpret, name, aliases
+) -> Callable[..., Any]:
+    """A function that JAX compiles, once for each choice of shapes."""
     return pl.pallas_call(
         kernel,
         grid=grid,
-        out_shape=jax.eval_shape(empty),
-        input_output_aliases=aliases or {},
+        out_shape=jax.tree.unflatten(tree, shapes),
+        input_output_aliases=dict(aliases),
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
-    )(*inputs)
+    )
+
+
+# For calls outside of `jax.jit`, such as of a step of decoding, which would compile every time.
+_kept_launcher = functools.lru_cache(maxsize=256)(_launcher)

@@ -56,7 +56,7 @@ class InsertOptions(NamedTuple):
     Attributes:
       factors: of the number of buckets.
       n_slots: M.
-      reach: `(index, slot, bucket_start, newest) -> (slots, exists)`, the slots that a query sees.
+      reach: `(C, index, slot, bucket_start, newest) -> (slots, exists)`, those that a query sees.
       interpret: whether to run anywhere, slowly.
     """
 
@@ -84,7 +84,7 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     tile = min(TILE, power_of_two(capacity))
     start, slot = _slots_of_bucket(inputs.buckets, at_hash, bucket, newest, tile)
     index = jnp.arange(power_of_two(options.n_slots), dtype=jnp.int32)
-    at, exists = options.reach(index, slot, start, newest)
+    at, exists = options.reach(capacity, index, slot, start, newest)
     exists = exists & (at != slot) & (index < options.n_slots)
     before = jnp.where(at > slot, at - 1, at)  # the order that is read lacks the newest position
     found = load(inputs.order.at[(*at_hash, before)], exists, 0)
