@@ -164,3 +164,19 @@ def reader_process(reading, monkeypatch):
 def no_search(monkeypatch):
     """A dry run looks for no largest length and batch: each size that it tries is a compilation."""
     monkeypatch.setattr("reformax.training.dry_run._capacities", lambda *args: [])
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Calls a script's `main` as from a command line: `(exit code, stdout, stderr)`."""
+    from reformax.cli import errors
+
+    def run(main, *flags):
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
+        try:
+            code = errors.exit_code(main)
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -19,7 +19,6 @@ from reformax.cli import config, configs, evaluate, generate, parsed, statements
 from reformax.cli import flags as flags_lib
 from reformax.data import text as text_lib
 from reformax.declared import in_quotes
-from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
 QUICKSTART = str(configs.find("quickstart"))
@@ -147,12 +146,12 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def answer(made, tmp_path, monkeypatch, capsys):
+def answer(made, tmp_path, monkeypatch, call):
     """What a script prints for a mistake: one line, with exit code 2."""
 
     def run(script, *flags):
         monkeypatch.chdir(made)
-        code, _, err = call(COMMANDS[script].main, monkeypatch, capsys, *flags)
+        code, _, err = call(COMMANDS[script].main, *flags)
         lines = [line for line in err.splitlines() if line]
         assert (code, len(lines)) == (2, 1), err
         return lines[0].removeprefix("error: ")

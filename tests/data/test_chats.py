@@ -26,7 +26,6 @@ from reformax.training.by_position import in_segment
 from reformax.training.evaluation import evaluate as evaluate_task
 from tests.data.tables import tokenizer_json, write
 from tests.layers import plain
-from tests.training.scripts import call
 
 SMALL = {"d_model": 16, "d_ff": 32, "n_heads": 2, "n_layers": 2}
 SMALL |= {"d_attention_key": 8, "d_attention_value": 8, "dropout": 0.0}
@@ -717,7 +716,7 @@ def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
+def test_a_run_learns_answers_and_no_prompts(tmp_path, call):
     """From a run of text to one of chats, by the commands that a user types."""
     (tmp_path / "mine.txt").write_text("red blue green " * 300)
     rows = [{"prompt": f"{i} red or blue?", "completion": "blue, red"} for i in range(60)]
@@ -727,7 +726,7 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
 
     def script(main, *flags):
         gin.clear_config()
-        code, out, err = call(main, monkeypatch, capsys, *flags)
+        code, out, err = call(main, *flags)
         assert code == 0, err
         return out
 
@@ -754,7 +753,7 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
     assert script(generate.main, *prompt, "--max_new_tokens=3").startswith("7 red or blue?")
     gin.clear_config()
     of_text = [f"--output_dir={base}", "--prompt=x", "--chat"]
-    code, _, err = call(generate.main, monkeypatch, capsys, *of_text)
+    code, _, err = call(generate.main, *of_text)
     assert code == 2 and "--chat needs a run of chats.chats" in err
     gin.clear_config()
 

@@ -16,7 +16,6 @@ from reformax.cli import errors, saved_run
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.generation import alphabets
-from tests.training.scripts import call
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -72,13 +71,13 @@ def write_run(folder, vocab_size, change=lambda params: params):
 
 
 @pytest.fixture
-def run(runs, monkeypatch, capsys):
+def run(runs, monkeypatch, call):
     """`(exit code, stdout, stderr)` of generate.py with a standard input."""
     monkeypatch.chdir(runs)
 
     def run(*flags, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return call(generate.main, monkeypatch, capsys, *flags)
+        return call(generate.main, *flags)
 
     yield run
     gin.clear_config()

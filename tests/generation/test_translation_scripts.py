@@ -15,7 +15,6 @@ import generate
 import train
 from reformax import durable
 from reformax.cli import distributed, errors, translations
-from tests.training.scripts import call
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -74,13 +73,13 @@ def train_here(patch, name, *flags):
 
 
 @pytest.fixture
-def run(runs, monkeypatch, capsys):
+def run(runs, monkeypatch, call):
     """`(exit code, stdout, stderr)` of a script with a standard input."""
     monkeypatch.chdir(runs)
 
     def run(main, *flags, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return call(main, monkeypatch, capsys, *flags)
+        return call(main, *flags)
 
     yield run
     gin.clear_config()
