@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import gin
 import pytest
 
 from reformax.cli import errors, runs, sweep, train
@@ -82,8 +81,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "base.gin").write_text(BASE)
     (tmp_path / "grid.gin").write_text(GRID)
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
 @pytest.fixture

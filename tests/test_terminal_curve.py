@@ -2,7 +2,6 @@
 
 import json
 
-import gin
 import pytest
 
 from reformax.cli import terminal_curve, train
@@ -16,10 +15,7 @@ TINY = (
 
 def finish(call, folder, *settings, flags=()):
     flags = [*flags, *(f"--config={setting}" for setting in (*TINY, *settings))]
-    try:
-        return call(train.main, f"--output_dir={folder}", *flags)
-    finally:
-        gin.clear_config()
+    return call(train.main, f"--output_dir={folder}", *flags)
 
 
 @pytest.mark.slow

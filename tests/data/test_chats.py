@@ -6,7 +6,6 @@ import re
 import shutil
 import tracemalloc
 
-import gin
 import jax
 import numpy as np
 import pyarrow as pa
@@ -725,7 +724,6 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, call):
     small = [f"--config={x}" for x in (*sizes, "batch_size=8", "warmup_steps=2")]
 
     def script(main, *flags):
-        gin.clear_config()
         code, out, err = call(main, *flags)
         assert code == 0, err
         return out
@@ -751,11 +749,9 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, call):
     two = [*prompt, "--prompt=8 red or blue?", "--chat", "--max_new_tokens=30"]
     assert script(generate.main, *two) == "--- 1 of 2\nblue, red\n--- 2 of 2\nblue, red\n"
     assert script(generate.main, *prompt, "--max_new_tokens=3").startswith("7 red or blue?")
-    gin.clear_config()
     of_text = [f"--output_dir={base}", "--prompt=x", "--chat"]
     code, _, err = call(generate.main, *of_text)
     assert code == 2 and "--chat needs a run of chats.chats" in err
-    gin.clear_config()
 
 
 def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
@@ -767,7 +763,6 @@ def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
     files = ["configs/transformer_chats.gin"]
 
     def bound(init_from, *overrides):
-        gin.clear_config()
         config.parse(files, overrides, data_dir=str(path), init_from=str(init_from))
         return parsed.described(loop.train, "task").arguments.get("vocabulary"), parsed.bindings(
             loop.train, ("init_from",)
@@ -781,10 +776,8 @@ def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
     assert bound(tmp_path / "base")[0] is None
     files = ["configs/quickstart.gin"]
     path = None
-    gin.clear_config()
     kept.write_text("{}")
     config.parse(files, init_from=str(tmp_path / "base"))  # a task without that parameter
-    gin.clear_config()
 
 
 def test_positions_of_packed_rows_begin_with_each_segment():

@@ -6,7 +6,6 @@
 import re
 from functools import cache, partial
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -625,7 +624,6 @@ def test_a_command_tells_in_one_line_what_devices_cannot_share(setting, message,
     (tmp_path / "run.gin").write_text(CONFIG)
     given = f"--config_file={tmp_path / 'run.gin'}", f"--output_dir={tmp_path / 'run'}"
     code, _, err = call(train.main, *given, f"--config={setting}")
-    gin.clear_config()
     assert code == 2 and message in err and err.count("\n") == 1, err
     assert not list(tmp_path.glob("run/checkpoints/*"))
 

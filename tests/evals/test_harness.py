@@ -4,7 +4,6 @@ import json
 import math
 import sys
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -132,8 +131,7 @@ def check(results, folder):
 @pytest.fixture
 def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    yield folder
-    gin.clear_config()
+    return folder
 
 
 @pytest.mark.slow

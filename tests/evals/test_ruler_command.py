@@ -3,7 +3,6 @@
 import json
 import re
 
-import gin
 import pytest
 
 import evaluate
@@ -32,7 +31,6 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
     flags = ["--config_file=transformer_tasks_64k_37m.gin", "--data_dir=mine.txt"]
     flags += ["--output_dir=run", *(f"--config={one}" for one in SMALL)]
     code, out, err = call(train.main, *flags)
-    gin.clear_config()
     assert code == 0, err
     assert "of rows with needle, needles" in out and "step 4: kept mass 0." in out
     found = [x for x in worker.record("run") if x["tag"] == "kept_mass"]
@@ -40,7 +38,6 @@ def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch
     flags = ["--output_dir=run", "--tasks=ruler", "--lengths=1024,1536", "--limit=3", "--quiet"]
     more = ["--depths=3", "--texts=mine.txt", "--config=lsh.lsh.n_hashes_eval=4"]
     code, out, err = call(evaluate.main, *flags, *more)
-    gin.clear_config()
     assert code == 0, err
     scores = json.loads((tmp_path / "run" / "evaluation_tasks.json").read_text())
     assert list(scores["tasks"]) == [
@@ -77,7 +74,6 @@ def score(folder, monkeypatch, call):
     def run(*flags):
         flags = ("--output_dir=run", "--quiet", "--limit=3", *flags)
         code, _, err = call(evaluate.main, *flags)
-        gin.clear_config()
         return code, err
 
     return run
@@ -110,7 +106,6 @@ def test_what_is_cut_off_has_printed_and_written_what_was_done(folder, monkeypat
     monkeypatch.setattr("sys.argv", ["evaluate.py", *flags])
     with pytest.raises(KeyboardInterrupt):
         evaluate.main()
-    gin.clear_config()
     out = capsys.readouterr().out
     assert [x for x in out.splitlines() if "---" not in x and not x.startswith("| length")] == [
         "needle", *re.findall(r"\| (?:144|250) \| .*", out)[:2],

@@ -4,7 +4,6 @@ import io
 import re
 import sys
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -57,7 +56,6 @@ def runs(tmp_path_factory):
         patch.setattr(sys, "argv", ["train.py", "--config_file=run.gin", "--output_dir=bytes"])
         assert errors.exit_code(train.main) == 0
         (folder / "corpus.txt").unlink()
-    gin.clear_config()
     write_run(folder / "numbers", 128)
     return folder
 
@@ -79,8 +77,7 @@ def run(runs, monkeypatch, call):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         return call(generate.main, *flags)
 
-    yield run
-    gin.clear_config()
+    return run
 
 
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)

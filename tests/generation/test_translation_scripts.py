@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 
-import gin
 import pytest
 
 import evaluate
@@ -69,7 +68,6 @@ def train_here(patch, name, *flags):
     argv = ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
     patch.setattr(sys, "argv", argv)
     assert errors.exit_code(train.main) == 0
-    gin.clear_config()
 
 
 @pytest.fixture
@@ -81,8 +79,7 @@ def run(runs, monkeypatch, call):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         return call(main, *flags)
 
-    yield run
-    gin.clear_config()
+    return run
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,7 +287,6 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
     def called(main, *flags):
         code, _, err = call(lambda: main(flags))
         assert code == 0, err
-        gin.clear_config()
 
     called(train.main, *flags)
     called(evaluate.main, "--output_dir=tuned", "--data_dir=text.txt", "--quiet")
@@ -324,7 +322,6 @@ def test_an_imported_decoder_learns_answers_and_is_given_back(tmp_path, monkeypa
     def called(main, *flags):
         code, out, err = call(lambda: main(flags))
         assert code == 0, err
-        gin.clear_config()
         return out
 
     called(convert.main, "--from=llama", "--to=base")

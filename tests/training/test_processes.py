@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -164,7 +163,6 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
     def alone(folder: str, steps: int) -> None:
         more = ["--quiet", f"--output_dir={folder}", f"--config=loop.train.steps={steps}"]
         code, _, err = call(train.main, *settings, *more)
-        gin.clear_config()
         assert code == 0, err
 
     alone("runs/one", 6)
@@ -545,7 +543,6 @@ processes.Processes.of_jax().meet()
 def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     code, out, err = call(train.main, *given)
-    gin.clear_config()
     assert code == 2 and told in err and err.count("\n") == 1, err
     assert not out and not list(tmp_path.iterdir())
 

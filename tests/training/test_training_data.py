@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import gin
 import numpy as np
 import pytest
 
@@ -48,15 +47,13 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train.py", *flags(folder)])
         assert train.main() == 0
-    gin.clear_config()
     return folder
 
 
 @pytest.fixture
 def folder(trained, tmp_path):
     """A copy of it."""
-    yield shutil.copytree(trained, tmp_path / "moved")
-    gin.clear_config()
+    return shutil.copytree(trained, tmp_path / "moved")
 
 
 def flags(folder, data="data"):

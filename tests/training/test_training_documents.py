@@ -1,6 +1,5 @@
 """Training and evaluation with a document mask: windows hide other documents."""
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -89,6 +88,8 @@ OFF, SINKS = (
 )
 
 
+# An evaluation and a dry run have the mask too.
+@pytest.mark.slow
 def test_a_run_keeps_its_mask(tmp_path, call):
     (tmp_path / "run.gin").write_text(RUN)
     (tmp_path / "data").mkdir()
@@ -98,7 +99,6 @@ def test_a_run_keeps_its_mask(tmp_path, call):
     flags = [f"--config_file={tmp_path}/run.gin", *own]
 
     def run(main, *arguments):
-        gin.clear_config()
         return call(main, *arguments)
 
     code, _, err = run(train.main, *flags, SINKS)

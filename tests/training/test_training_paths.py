@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import gin
 import numpy as np
 import pytest
 
@@ -41,8 +40,7 @@ def written(tmp_path, monkeypatch):
     """The working directory, with a text and a config."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
 def write(folder):

@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -78,8 +77,7 @@ def run(made, tmp_path, monkeypatch, call):
     """`(exit code, stdout, stderr)` of a script with flags, in a copy of that folder."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    yield lambda main, *flags: call(main, "--output_dir=run", *flags)
-    gin.clear_config()
+    return lambda main, *flags: call(main, "--output_dir=run", *flags)
 
 
 def scored(split="valid"):

@@ -54,8 +54,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "configs" / "base.gin").write_text(BASE)
     (tmp_path / "configs" / "run.gin").write_text(RUN)
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
 def test_a_config_trains_and_evaluates(folder, call):
@@ -350,7 +349,6 @@ def test_a_setting_may_take_the_place_of_a_files_macro(tmp_path):
     path.write_text("length = 64\nloop.train.length = %length\n")
     config.parse([str(path)], ["loop.train.length=32"])
     assert parsed.bindings(loop.train, ["length"]) == {"length": 32}
-    gin.clear_config()
 
 
 @pytest.mark.parametrize("which", ["best", "average:5"])

@@ -132,7 +132,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    gin.clear_config()
     _forget()
 
 
@@ -231,7 +230,6 @@ def test_configs_of_this_package_are_read_back(path):
     text = gin.config_str()
     config.parse_saved(text, "config.gin")
     assert gin.config_str() == text
-    gin.clear_config()
 
 
 def test_functions_of_jax_and_optax_are_read(folder):
