@@ -408,6 +408,7 @@ def test_tokens_that_end_a_text_of_a_converted_run(source, ends):
     assert generation_settings.ends_of_checkpoint({"source": source}, 100) == ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [4, 6])
 def test_settings_of_generation_are_those_of_the_command(last, tmp_path, call):
     """Greedy, until the first of several tokens that end a text; flags come before the settings."""
