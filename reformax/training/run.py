@@ -256,7 +256,7 @@ def result_of(run: Run, state: RunState) -> dict[str, Any]:
         step = run.checkpoints.best_step(skip_unreadable=True)
         return [step, None if step is None else run.checkpoints.score(step)]
 
-    best_step, best_score = run.processes.same(best)
+    best_step, best_score = run.processes.broadcast(best)
     number = run.decisions.now().signal
     others = {label: score for label, score in state.scores.items() if label != run.main}
     metric = run.scores[run.main].metric

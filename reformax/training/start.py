@@ -113,7 +113,7 @@ def _open(
     batch = partial(_batch, settings)
     train_steps, batches = compiled_steps.compiled(setup, restored, batches, batch, messages.say)
     # Now the config is known to be the run's own, and that it can run.
-    processes.meet()
+    processes.barrier()
     processes.by_first(lambda: checkpoints.tidy(messages.note))
     config = None
     if settings.config_text is not None:
@@ -186,7 +186,7 @@ def _vocabulary(
     if settings.task.kept_vocabulary is not None:  # which may be learnt first, in minutes
         say("tokenizing")
     keep = partial(run_setup.keep_vocabulary, settings, checkpoints, newest)
-    fingerprint = processes.same(partial(keep, newest is not None))
+    fingerprint = processes.broadcast(partial(keep, newest is not None))
     return fingerprint if processes.first else keep(True)
 
 

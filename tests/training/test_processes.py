@@ -515,7 +515,7 @@ processes.meet(*here, 100, 100, 100)
 jax.distributed.initialize(*here)
 processes._LOOK = 0
 processes.watch()
-processes.Processes.of_jax().meet()
+processes.Processes.of_jax().barrier()
 """)
     address = f"localhost:{port()}"
     commands = [[address, str(index)] for index in range(4)]
@@ -658,12 +658,12 @@ def test_every_process_sees_the_folder_of_process_0(both, second, seen, tmp_path
 def test_one_process_decides_by_itself():
     alone = Processes("alone")
     done = []
-    assert alone.same(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
+    assert alone.broadcast(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
     alone.by_all(lambda: done.append(1))
-    alone.meet()
+    alone.barrier()
     assert done == [1] and alone.stop_requests() == {} and alone.first
     with pytest.raises(OSError, match="no"):
-        alone.same(lambda: (_ for _ in ()).throw(OSError("no")))
+        alone.broadcast(lambda: (_ for _ in ()).throw(OSError("no")))
 
 
 @pytest.fixture
@@ -700,10 +700,10 @@ def test_processes_follow_the_first_one(both):
     def agree(own: Processes):
         if not own.first:
             own.request_stop("15")
-        own.meet()
-        stop_requests = own.same(lambda: {str(k): v for k, v in own.stop_requests().items()})
-        index = own.same(lambda: own.index)
-        branch = own.branch("other").same(lambda: [own.index, "other"])
+        own.barrier()
+        stop_requests = own.broadcast(lambda: {str(k): v for k, v in own.stop_requests().items()})
+        index = own.broadcast(lambda: own.index)
+        branch = own.branch("other").broadcast(lambda: [own.index, "other"])
         return stop_requests, index, branch, own.by_first(lambda: own.index)
 
     first, second = both(agree)
