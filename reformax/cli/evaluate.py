@@ -230,11 +230,11 @@ def _check_search(args) -> None:
 
 def _sizes(args, run: dict[str, Any]) -> dict[str, int]:
     """The sizes of the evaluation: the flags', or the run's."""
-    length = args.length or run.get("eval_length") or run["length"]
-    # The run's stride belongs to the run's length.
-    stride = args.stride or (None if args.length else run.get("eval_stride")) or length
-    batch_size = args.batch_size or run.get("eval_batch_size") or run["batch_size"]
-    return {"batch_size": batch_size, "length": length, "stride": stride}
+    from reformax.training.evaluations import sizes_of
+
+    of_training = dict(batch_size=run["batch_size"], length=run["length"], stride=run["length"])
+    given = (run.get(f"eval_{name}") for name in ("batch_size", "length", "stride"))
+    return sizes_of(args.batch_size, args.length, args.stride, sizes_of(*given, of_training))
 
 
 def _check_finite(result: dict[str, Any], saved: saved_run.Saved) -> None:

@@ -170,10 +170,10 @@ class TrainSettings:
 
     def __post_init__(self):
         check_fields(self)
-        length = self.eval_length or self.length
-        if self.eval_stride is not None and self.eval_stride > length:
+        own = self.main_evaluation
+        if own.stride > own.length:
             raise SettingError(
-                f"eval_stride={self.eval_stride} must not be above eval_length={length}"
+                f"eval_stride={own.stride} must not be above eval_length={own.length}"
             )
         for name in ("fresh_heads", "fresh_ops"):
             if getattr(self, name) and self.init_from is None:
@@ -260,16 +260,15 @@ class TrainSettings:
     @functools.cached_property
     def main_evaluation(self) -> ResolvedEvaluation:
         """The evaluation of the run, by which a checkpoint is the best."""
-        length = self.eval_length or self.length
+        of_training = dict(batch_size=self.batch_size, length=self.length, stride=self.length)
+        given = self.eval_batch_size, self.eval_length, self.eval_stride
         return ResolvedEvaluation(
             label=self.eval_split,
             name="",
             task=self.task,
             split=self.eval_split,
             metric=metric_name(self.task),
-            batch_size=self.eval_batch_size or self.batch_size,
-            length=length,
-            stride=self.eval_stride or length,
+            **evaluations_lib.sizes_of(*given, of_training),
             tokens=self.eval_tokens,
             whole=self.eval_whole,
             every=self.eval_every,
