@@ -10,7 +10,7 @@ from reformax import task as task_lib
 from reformax.declared import Name, SettingError, Size, check_fields
 from reformax.training.loss import metric_name
 from reformax.training.metrics import METRICS
-from reformax.training.stages import Task
+from reformax.training.stages import Task, check_vocabulary
 
 # What other lines of the record have as their split.
 RESERVED = ("train", "data", "note", "sample")
@@ -105,11 +105,7 @@ def resolved(label: str, given: Evaluation, main: ResolvedEvaluation) -> Resolve
             f"{name} has the name of other lines of the record: choose another than "
             f"{', '.join((*RESERVED, main.label))}"
         )
-    if task.kept_vocabulary is not main.task.kept_vocabulary:
-        raise SettingError(
-            f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
-            "it of the same vocabulary object as task"
-        )
+    check_vocabulary(name, task, main.task)
     if sizes["stride"] > sizes["length"]:
         raise SettingError(
             f"{name}.stride={given.stride} must not be above its length of {sizes['length']}"

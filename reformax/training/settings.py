@@ -34,7 +34,15 @@ from reformax.training.evaluations import Evaluation, ResolvedEvaluation
 from reformax.training.fine_tuning import FineTuning
 from reformax.training.loss import metric_name
 from reformax.training.mesh import Sizes
-from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
+from reformax.training.stages import (
+    Model,
+    ResolvedStage,
+    Stage,
+    Task,
+    check_vocabulary,
+    end_of,
+    resolved,
+)
 
 Transformation = Annotated[
     optax.GradientTransformation, Called("an optimizer, such as optimizer.adamw()")
@@ -191,11 +199,7 @@ class TrainSettings:
                     f"steps={ends[-1]}"
                 )
         for stage in self.all_stages:
-            if stage.task.kept_vocabulary is not self.task.kept_vocabulary:
-                raise SettingError(
-                    f"{stage.name}.task is {stage.task.name}, whose vocabulary is not the run's: "
-                    "leave it out, or make it of the same vocabulary object as task"
-                )
+            check_vocabulary(stage.name, stage.task, self.task)
             if stage.fine_tuning is not None and self.fine_tuning is not None:
                 raise SettingError(
                     f"{stage.name}.fine_tuning and the run's fine_tuning are both set: leave one "
