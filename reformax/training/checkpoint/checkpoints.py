@@ -21,8 +21,7 @@ from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.copies import Copies, in_words
-from reformax.training.checkpoint.names import OLD
-from reformax.training.checkpoint.reading import TEMPORARY, CheckpointReader, is_temporary
+from reformax.training.checkpoint.reading import OLD, TEMPORARY, CheckpointReader, is_temporary
 from reformax.training.lock import Lost
 from reformax.training.named_tensors import named
 from reformax.training.processes import Processes
