@@ -206,8 +206,8 @@ class _Chats:
         )
 
     def _written(self) -> chat_templates.Written:
-        alphabet = chat_templates.ByteEncoder() if self._vocabulary is None else self._vocabulary
-        return chat_templates.chosen(self._template, alphabet, _OPTION)
+        encoder = chat_templates.ByteEncoder() if self._vocabulary is None else self._vocabulary
+        return chat_templates.chosen(self._template, encoder, _OPTION)
 
     def _encoded(self, split: str) -> chat_templates.EncodedConversations:
         check_split("chats", split, SPLITS)

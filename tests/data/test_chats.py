@@ -636,14 +636,14 @@ ASKED = {b"Hi\r\n": "Hi", b"Hi\n": "Hi", b"a\0b": "a\0b", b"\xff": "\ufffd", b"a
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": ASKED[typed], "answer": "Yo"}] * 12)
-    alphabet = chat_templates.ByteEncoder()
+    encoder = chat_templates.ByteEncoder()
     if kind == "pieces":
         folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
         task = in_pieces(folder, path, tmp_path / "run")
-        alphabet = task.vocabulary
+        encoder = task.vocabulary
     else:
         task = chats(path)
-    chat = chat_templates.chosen("auto", alphabet, "chats.chats")
+    chat = chat_templates.chosen("auto", encoder, "chats.chats")
     ids, scored = segments(next(task.eval_batches("valid", 1, 99, 99)))[0]
     assert prompts.encode_message(chat, typed) == ids[: -len(scored)]
 
@@ -651,8 +651,8 @@ def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
 def test_a_prompt_that_training_leaves_out_is_refused(tmp_path, fails_in_one_line):
     folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
     path = write(tmp_path / "a.jsonl", [ROWS["completion"]] * 12)
-    alphabet = in_pieces(folder, path, tmp_path / "run").vocabulary
-    chat = chat_templates.chosen("auto", alphabet, "chats.chats")
+    encoder = in_pieces(folder, path, tmp_path / "run").vocabulary
+    chat = chat_templates.chosen("auto", encoder, "chats.chats")
     with fails_in_one_line(ValueError, "prompt is 'a<.im_end.>': it has a token of the template"):
         prompts.encode_message(chat, b"a<|im_end|>")
 

@@ -14,7 +14,7 @@ from reformax import generation
 from reformax.cli import errors, saved_run
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
-from reformax.generation import alphabets
+from reformax.generation import tokenizers
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -177,7 +177,7 @@ def test_a_model_of_bytes_behind_reserved_ids(runs, run):
 
 
 def test_utf8_is_valid_at_every_moment():
-    text = alphabets.ByteAlphabet(0).stream()
+    text = tokenizers.ByteTokenizer(0).stream()
     parts = [text([byte], False) for byte in "ü€".encode()]
     parts += [text([0xFF, 0xC3], False), text([], True)]
     assert parts == ["", "ü", "", "", "€", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]
