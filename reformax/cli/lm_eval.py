@@ -16,7 +16,7 @@ Of --model_args:
     trust_config=True   the run's config may name any module, which is code that runs
 
 --batch_size=auto computes about 16,384 tokens together. Temperatures above 0 draw by the seed and a
-row's place in its batch.
+row's index in its batch.
 """
 
 from __future__ import annotations

@@ -182,12 +182,12 @@ def read(
     n_repeats: dict[tuple[str, ...], int] = {}
     for tensor in table:
         n_repeats[tensor.path] = n_repeats.get(tensor.path, 0) + 1
-    places = {path: i for i, path in enumerate(n_repeats)}
+    ranks = {path: i for i, path in enumerate(n_repeats)}
     files = {name: i for i, name in enumerate(tensors)}
 
     def order(tensor: Tensor) -> tuple[int, int]:
         whole_file = getattr(tensors[tensor.name], "whole_file", False)
-        return (files[tensor.name] if whole_file else 0), places[tensor.path]
+        return (files[tensor.name] if whole_file else 0), ranks[tensor.path]
 
     # A file that is read whole is read once; of others a weight is made after the other.
     params: dict[str, Any] = {}

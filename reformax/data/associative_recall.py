@@ -68,12 +68,12 @@ def associative_recall(
         )
         steps = np.arange(length // 2 - min(n_pairs))
         likely = (1.0 + steps) ** (power - 1) * (steps < length // 2 - pairs)
-        place = np.arange(most)
+        index = np.arange(most)
         again = 2 * (pairs + without_replacement(rng, likely, most))
         tokens = rng.integers(vocab_size, size=(n, length), dtype=np.int32)
         weights = np.zeros((n, length), np.float32)
-        row, pair = np.nonzero(place < pairs)
-        for at in (np.broadcast_to(2 * place, again.shape), again):
+        row, pair = np.nonzero(index < pairs)
+        for at in (np.broadcast_to(2 * index, again.shape), again):
             tokens[row, at[row, pair]] = keys[row, pair]
             tokens[row, at[row, pair] + 1] = values[row, pair]
         weights[row, again[row, pair] + 1] = 1

@@ -1,8 +1,8 @@
 """Duplicate a sequence of symbols: the task on which the Reformer paper studies LSH attention.
 
 Kitaev, Kaiser, Levskaya 2020, "Reformer", section 2, "Analysis on a synthetic task": 0w0w for a
-random word w of 511 symbols from 1 to 127. To write the second w, a position must find the same
-place in the first, half the length before.
+random word w of 511 symbols from 1 to 127. To write the second w, a position must find its
+counterpart in the first, half the length before.
 """
 
 from __future__ import annotations

@@ -95,10 +95,10 @@ def images(
         check_split("images", split, SPLITS)
         if split != "train" and split in paths:
             return stored(split)
-        place = np.arange(len(stored("train"))) % 10
+        remainder = np.arange(len(stored("train"))) % 10
         cut = {of: number for of, number in _HELD_OUT.items() if of not in paths}
-        held_out = np.isin(place, list(cut.values()))
-        return stored("train")[place == cut[split] if split in cut else ~held_out]
+        held_out = np.isin(remainder, list(cut.values()))
+        return stored("train")[remainder == cut[split] if split in cut else ~held_out]
 
     def summary() -> list[str]:
         sizes = [

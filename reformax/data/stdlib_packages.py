@@ -36,7 +36,7 @@ def stdlib_packages(
     Packages are the library's folders without its own tests, `test`. The text of each is split
     90/5/5 by bytes, its files in the order of their paths, so that held-out files, but for one at a
     border, are not trained on. A token is a byte plus 1. Example i is of class i % n_classes, at a
-    place that is a function of (data_seed, split, i). Figures depend on the Python that runs.
+    position that is a function of (data_seed, split, i). Figures depend on the Python that runs.
 
     Args:
       chunk_len: bytes of an example.
