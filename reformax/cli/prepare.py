@@ -126,9 +126,9 @@ def _clean(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         print(f"{folder}: {len(deleted):,} texts of {total:,} bytes deleted")
     for entry in cache.entries(folder) if args.list else ():
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        of = token_files.words_of(entry.folder)
+        words = token_files.words_of(entry.folder)
         now = ", in use" * entry.in_use
-        print(f"{entry.folder}: {entry.size:,} bytes, last used {used}{now}, {of}")
+        print(f"{entry.folder}: {entry.size:,} bytes, last used {used}{now}, {words}")
     return 0
 
 

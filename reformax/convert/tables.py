@@ -232,12 +232,12 @@ def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def remove_copy(tensors: dict[str, Any], copy: str, of: str, where: str, why: str) -> None:
+def remove_copy(tensors: dict[str, Any], copy: str, original: str, where: str, why: str) -> None:
     """Removes a tensor that a model keeps twice; a file may have it by either name.
 
     Args:
       tensors: by their names.
-      copy, of: the name to remove, and the one to keep.
+      copy, original: the name to remove, and the one to keep.
       where: the file's name in an error.
       why: why the two are one, in words.
 
@@ -247,10 +247,10 @@ def remove_copy(tensors: dict[str, Any], copy: str, of: str, where: str, why: st
     found = tensors.pop(copy, None)
     if found is None:
         return
-    kept = tensors.setdefault(of, found)
+    kept = tensors.setdefault(original, found)
     same = tuple(found.shape) == tuple(kept.shape)
     if not same or not np.array_equal(np.asarray(found), np.asarray(kept)):
-        raise ValueError(f"{where}: {copy} and {of} differ, and {why}")
+        raise ValueError(f"{where}: {copy} and {original} differ, and {why}")
 
 
 def renamed(

@@ -96,7 +96,7 @@ def images(
         if split != "train" and split in paths:
             return stored(split)
         remainder = np.arange(len(stored("train"))) % 10
-        cut = {of: number for of, number in _HELD_OUT.items() if of not in paths}
+        cut = {name: i for name, i in _HELD_OUT.items() if name not in paths}
         held_out = np.isin(remainder, list(cut.values()))
         return stored("train")[remainder == cut[split] if split in cut else ~held_out]
 

@@ -82,8 +82,8 @@ def key_of_file(path: Path, root: Path, is_split: Callable[[str], bool]) -> str:
 def order_of(keys: Int64[np.ndarray, " d"]) -> Int64[np.ndarray, " d"] | None:
     """The documents by number, those with one key together; None for the order that they have."""
     alone = keys == 0
-    unique, first, of = np.unique(keys, return_index=True, return_inverse=True)
-    rank = np.where(alone, np.arange(len(keys)), first[of])
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    rank = np.where(alone, np.arange(len(keys)), first[inverse])
     if (np.diff(rank) >= 0).all():
         return None
     return np.argsort(rank, kind="stable")

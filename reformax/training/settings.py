@@ -213,15 +213,15 @@ class TrainSettings:
         return self.sample_prompts or ("",) * (self.sample_every is not None)
 
     def _check_samples(self) -> None:
-        every, of = self.sample_every, self.eval_every
+        every = self.sample_every
         if self.task.kind != "text":
             raise SettingError(
                 f"sample_every is {every} and task {self.task.name} is no text: leave it out"
             )
-        if of is None or every % of:
+        if self.eval_every is None or every % self.eval_every:
             raise SettingError(
-                f"sample_every={every} must be a multiple of eval_every={of}, for a sample follows "
-                "an evaluation: change one of them"
+                f"sample_every={every} must be a multiple of eval_every={self.eval_every}, for a "
+                "sample follows an evaluation: change one of them"
             )
 
     @functools.cached_property
