@@ -45,8 +45,7 @@ def piece_language_model(
     Raises:
       ValueError: settings by the documents of a text without.
     """
-    masks_documents = windows.document_mask and segments is None
-    check_documents(borders, windows._replace(document_mask=masks_documents))
+    check_documents(borders, windows, segments)
     bytes_of = functools.partial(of_split, name, splits)
 
     @functools.cache
