@@ -1,5 +1,6 @@
 """generate.py end to end: a byte model and a model of numbers, all sources of prompts, UTF-8."""
 
+import inspect
 import io
 import re
 import sys
@@ -12,9 +13,11 @@ import generate
 import train
 from reformax import generation
 from reformax.cli import errors, saved_run
+from reformax.cli.flags import SEARCH
+from reformax.cli.generate import CONTINUE
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
-from reformax.generation import tokenizers
+from reformax.generation import decoding, tokenizers, translation
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -219,3 +222,17 @@ def test_a_mistake_is_one_line(run, flags, message):
     code, out, err = run(*FLAGS, *flags)
     assert code in (1, 2) and out == ""
     assert err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    "flag_defaults, function",
+    [(SEARCH, translation.translate), (CONTINUE, decoding.stream)],
+)
+def test_flags_have_the_defaults_of_the_function_that_they_set(flag_defaults, function):
+    parameters = inspect.signature(function).parameters
+    defaults = {name: x.default for name, x in parameters.items() if x.default is not x.empty}
+    shared = flag_defaults.keys() & defaults.keys()
+    assert len(shared) >= 4
+    assert {name: flag_defaults[name] for name in shared} == {
+        name: defaults[name] for name in shared
+    }
