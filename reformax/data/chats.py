@@ -23,9 +23,9 @@ from reformax.data import splits as by_name
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_sizes, check_split, check_windows
 from reformax.data.conversations import Conversation, LeftOut
-from reformax.data.draws import generator, in_epochs, philox
 from reformax.data.packing import Rows, in_rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
+from reformax.data.rng import generator, in_epochs, philox
 from reformax.declared import Called, Name, PathName, SettingError, VocabSize, checked
 from reformax.task import Batch, Documents, Task
 

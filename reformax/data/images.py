@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 from reformax.data import files
 from reformax.data.base import SPLITS, fingerprint, language_model
 from reformax.data.checks import check_fixed_length, check_sizes, check_split
-from reformax.data.draws import generator
+from reformax.data.rng import generator
 from reformax.data.splits import IMAGES, By, choose
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
 from reformax.task import Batch, Task

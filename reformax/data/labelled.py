@@ -14,7 +14,7 @@ from jaxtyping import Int, UInt8
 
 from reformax.data.base import SPLITS, fingerprint
 from reformax.data.checks import check_sizes, check_split, check_stride, of_split
-from reformax.data.draws import generator
+from reformax.data.rng import generator
 from reformax.declared import SettingError
 from reformax.task import Batch, DocumentPairs, Labels, Task
 

@@ -20,8 +20,8 @@ from jaxtyping import Int, UInt8
 
 from reformax.data import files, splits, tables
 from reformax.data.base import SPLITS
-from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task, padded, stored_task
+from reformax.data.synthetic_blocks import Block, synthetic_blocks
 from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
 
@@ -114,7 +114,7 @@ def listops(
         return Block(tokens, np.concatenate(values)[:BLOCK].astype(np.uint8))
 
     stem = f"listops_{min_length}_{max_length}_{max_depth}_{max_args}"
-    kept = drawn_blocks(draw, BLOCK, data_seed, stem, cache_dir)
+    kept = synthetic_blocks(draw, BLOCK, data_seed, stem, cache_dir)
 
     made_by = (
         f"min_length={min_length}, max_length={max_length}, max_depth={max_depth}, "

@@ -29,8 +29,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
+from reformax.data.synthetic_blocks import Block, synthetic_blocks
 from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
 
@@ -152,7 +152,7 @@ def _images(size: int, length: int, data_seed: int, data_dir: str | None):
         greys = painted(lines, size, LOOKS[size]).reshape(BLOCK, -1)
         return Block(greys, lines.connected.astype(np.uint8))
 
-    found = drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
+    found = synthetic_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
     _SHARED[key] = found
     return found
 

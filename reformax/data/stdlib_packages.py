@@ -14,8 +14,8 @@ from jaxtyping import Int
 
 from reformax.data import files
 from reformax.data.base import SPLITS, fingerprint, split_bytes
-from reformax.data.draws import philox
 from reformax.data.labelled import labelled_task
+from reformax.data.rng import philox
 from reformax.data.stdlib import library_files
 from reformax.declared import Bounds, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
