@@ -119,6 +119,13 @@ def no_programs_of_others():
         gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_config_of_others():
+    """What the test before has parsed is no config of this one."""
+    if gin := sys.modules.get("gin"):
+        gin.clear_config()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def drawing():
     """What draws a run's figure.
@@ -164,3 +171,22 @@ def reader_process(reading, monkeypatch):
 def no_search(monkeypatch):
     """A dry run looks for no largest length and batch: each size that it tries is a compilation."""
     monkeypatch.setattr("reformax.training.dry_run._capacities", lambda *args: [])
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Calls a script's `main` as from a command line: `(exit code, stdout, stderr)`."""
+    import gin
+
+    from reformax.cli import errors
+
+    def run(main, *flags):
+        gin.clear_config()  # a process begins with none
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
+        try:
+            code = errors.exit_code(main)
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -22,7 +22,7 @@ def case_of(item: pytest.Function) -> tuple[str, str, str]:
     return file, item.originalname, item.name.removeprefix(item.originalname)[1:-1]
 
 
-# By file and test, the ids of the quick cases; none where another test shows the same more cheaply.
+# By file and test, the ids of the quick cases.
 QUICK = {
     "ops/test_errors.py": {
         "test_numbers_at_their_bounds_are_those_of_float32": [
@@ -86,11 +86,9 @@ QUICK = {
             "hybrid without positions",
         ],
         "test_a_folder_becomes_a_run_and_goes_back": ["llama 3.1"],
-        "test_settings_of_generation_are_those_of_the_command": [],
     },
     "convert/test_hugging_face.py": {
         "test_logits_are_those_of_transformers": ["rounds-8"],
-        "test_without_segments_and_with_other_rotations": [],
     },
     "convert/test_other_attention.py": {
         "test_what_sees_all_keys_is_the_dense_model": ["1,2-moba"],
@@ -101,9 +99,6 @@ QUICK = {
     "convert/test_trax_gin.py": {
         "test_a_run_of_trax_becomes_a_run_here": ["left"],
     },
-    "data/test_labelled_text.py": {
-        "test_the_config_takes_the_number_of_classes_from_the_data": [],
-    },
     "data/test_pathfinder.py": {"test_what_is_painted_is_near_a_line": ["32", "64"]},
     "data/test_token_files.py": {
         "test_bytes_are_those_of_memory": ["dataset", "kinds"],
@@ -113,27 +108,17 @@ QUICK = {
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
     "evals/test_likelihood.py": {
         "test_a_likelihood_is_that_of_the_request_by_itself": ["3"],
-        "test_hashes_depend_on_the_request_alone": [],
     },
     "flax/test_flax.py": {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
         "test_decoding_computes_the_last_row_of_attention_so_far": ["flash()"],
-        "test_a_recurrence_reads_several_more_tokens": [],
-        "test_flax_s_own_linen_module_with_an_op": [],
-        "test_flax_s_own_modules_with_other_algorithms": [],
         "test_weights_and_gates_of_an_op": ["gated_linear(gate_rank=3)"],
-        "test_values_of_more_heads": [],
         "test_grouped_keys_and_rotary_positions": ["op0"],
-    },
-    "generation/test_pieces.py": {
-        "test_a_prompt_in_pieces_is_the_whole_prompt": [],
     },
     # Of any number of beams the search is compared with one that is written out.
     "generation/test_translate.py": {
         "test_the_search_is_the_one_written_out": ["reformer-0.6", "reformer-2.0"],
         "test_the_search_is_the_one_written_out_where_any_token_may_end": ["1.0"],
-        "test_a_beam_of_one_is_greedy_decoding_by_whole_forwards": [],
-        "test_no_search_scores_below_greedy_decoding": [],
     },
     "layers/test_affine.py": {
         "test_narrow_weights_round_the_output_before_it_is_added": ["float16"],
@@ -198,7 +183,6 @@ QUICK = {
             "bfloat16-bfloat16-RMSNorm",
         ],
         "test_the_kernel_of_a_norm_is_the_same_function": ["37-24-bfloat16-dtypes1-RMSNorm"],
-        "test_post_norm_layers_that_are_written_out_compute_the_same": [],
         "test_a_memory_and_its_reader_are_masked_apart": [
             "ResidualStack-stream",
             "ReversibleStack-memory",
@@ -208,21 +192,9 @@ QUICK = {
             "512-bfloat16-RMSNorm",
         ],
     },
-    "layers/test_reuse.py": {
-        "test_it_computes_what_the_other_one_does_without_an_indexer": [],
-    },
     "layers/test_reversible.py": {
         "test_gradients_are_plain_autodiffs": ["False-0-options0-None"],
         "test_neither_memory_nor_the_program_grows_with_depth": ["{}"],
-        # `layers/test_feed_forward.py` has the memory of both passes in chunks.
-        "test_chunks_of_the_feed_forward_layer_cost_memory_only": [],
-    },
-    # `layers/test_every_op.py` has a gradient with slots, wrong where inputs are not rebuilt.
-    "layers/test_slots.py": {
-        "test_the_inputs_are_rebuilt": [],
-    },
-    "layers/test_states.py": {
-        "test_parts_of_packed_rows": [],
     },
     "layers/test_trax_attention.py": {
         "test_any_length_and_padding": ["layer1-13"],
@@ -230,8 +202,6 @@ QUICK = {
         "test_dense_self_attention": ["options3"],
     },
     "models/test_decoding.py": {
-        # Prefill of strict LSH attention, and `ops/test_decoding.py` of the ordinary one.
-        "test_a_prompt_is_the_forward_whatever_the_algorithm": [],
         "test_bfloat16": ["transformer, rotary"],
         "test_every_op_decodes_in_a_model": ["linear"],
         "test_every_position_is_that_of_the_forward": ["reformer, one head of local keys"],
@@ -271,7 +241,6 @@ QUICK = {
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
-        "test_hashing_keeps_documents_apart": [],  # `ops/test_against_oracle.py` has packed hashing
     },
     "models/test_encoder.py": {
         "test_a_row_is_read_whole_and_its_padding_is_not": ["cls"],
@@ -298,7 +267,6 @@ QUICK = {
     "models/test_seq2seq.py": {
         "test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position": ["smyrf"],
         "test_every_step_is_that_of_the_forward": ["lsh"],
-        "test_in_trax": [],  # `test_lm.py` trains a model so
         "test_padding_changes_nothing": ["transformer"],
         "test_a_packed_batch_trains_like_its_sentences_one_by_one": ["reformer"],
     },
@@ -317,10 +285,7 @@ QUICK = {
             "True-1-30-4-1",
             "True-60-20-3-3",
         ],
-        # `ops/test_recall.py` has the recall within a sequence.
-        "test_across_sequences_it_finds_what_it_finds_within_one": [],
         "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
-        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],
     },
     "ops/test_angular_hash_kernel.py": {
         "test_the_impl_of_an_op_decides_how_it_hashes": [
@@ -337,7 +302,6 @@ QUICK = {
             "True-butterfly",
             "False-local_global",
         ],
-        "test_rows_in_parts_are_one_attention": [],  # whose parts the first of these has too
         "test_segments_leave_out_the_tiles_that_none_of_them_is_in": ["True"],
     },
     "ops/test_calls.py": {
@@ -377,11 +341,8 @@ QUICK = {
     },
     "ops/test_indexing.py": {
         "test_the_best_of_each_devices_keys_are_the_best_of_all": ["7"],
-        "test_recall_rises_with_hashes_and_with_blocks": [],
         "test_a_segment_sees_nothing_of_its_neighbours": ["hashed"],
         "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": ["clusters-packed-True"],
-        # `test_no_array_holds_all_pairs` has their memory.
-        "test_cost_grows_slower_than_pairs": [],
         "test_a_kernel_chooses_among_candidates_what_array_operations_do": ["hashed relu"],
         "test_later_tokens_change_no_choice": ["levels", "hashed"],
         "test_no_array_holds_all_pairs": ["None"],
@@ -397,8 +358,6 @@ QUICK = {
         "test_padding_is_in_no_summary": ["nan-csa"],
         "test_a_summary_across_a_border_is_of_its_last_segment": ["csa"],
         "test_grouped_heads_and_rotations_are_those_of_the_equations": ["hca-True"],
-        "test_the_reported_loss_is_the_mean_divergence": [],
-        "test_chunks_of_queries_compute_the_same": [],
     },
     "ops/test_dsa.py": {
         "test_a_query_chooses_the_best_of_those_before_it": ["xla"],
@@ -420,7 +379,6 @@ QUICK = {
     },
     "ops/test_head_shards.py": {"test_some_heads_are_those_of_the_whole": ["lsh"]},
     "ops/test_large_sizes.py": {
-        "test_summaries_and_blocks": [],
         "test_a_call_and_its_gradients": [
             "limitless-options0-n",
             "block_sparse-options4-block_size",
@@ -431,7 +389,6 @@ QUICK = {
     },
     "ops/test_linear_attention.py": {
         "test_the_gated_output": ["False-retention"],
-        "test_kernels_compute_the_same": [],  # `test_recurrence_kernel.py` has gradients too
         "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
         "test_sums_that_float16_does_not_hold": ["packed, causal", "with its state"],
     },
@@ -439,8 +396,6 @@ QUICK = {
         "test_a_learnt_factor_is_one_of_each_head": ["flash-xla"],
         "test_kernels_compute_what_array_operations_do": ["flash"],
         "test_against_the_oracle": ["True-flash", "False-linformer"],
-        # What padding holds changes nothing, says the next one.
-        "test_padding_changes_no_real_position": [],
         "test_padding_may_hold_anything": ["longformer"],
         "test_a_learnt_factor_stands_beside_other_weights": ["factory2", "factory5"],
         "test_the_number_of_keys_seen": ["one-True-7-7", "pair-False-9-5"],
@@ -451,7 +406,6 @@ QUICK = {
         "test_the_kernel_of_long_short_attention_is_the_same_function": ["True-options2-True"],
         "test_performers_features_of_some_positions_at_a_time": ["xla-float32-anywhere"],
         "test_landmarks_are_means_of_equal_segments": ["12-4"],
-        "test_long_short_computes_blocks_in_groups_as_at_once": [],
         "test_long_short_without_its_long_part_is_local": ["True"],
         "test_performers_memory_has_no_features_of_all_positions": ["True"],
     },
@@ -470,11 +424,9 @@ QUICK = {
     },
     "ops/test_moba.py": {
         "test_a_query_chooses_among_the_blocks_whose_segment_is_its_own": ["xla"],
-        "test_with_all_blocks_it_is_dense": [],  # a `top_k` of 50 is among the oracle's options
     },
     "ops/test_nsa.py": {
         "test_a_group_selects_the_blocks_of_the_largest_weights": ["True-xla"],
-        "test_each_branch_alone_can_be_dense": [],  # the equations have each branch too
         "test_kernels_select_what_array_operations_do": ["heads2-sizes2-bfloat16-32768-options2"],
     },
     "ops/test_padding.py": {
@@ -501,9 +453,6 @@ QUICK = {
     },
     "ops/test_recall.py": {"test_separate_queries_and_keys_find_each_other": ["smyrf-False"]},
     "ops/test_recurrence.py": {"test_the_loop_over_positions": ["feature", "gated delta"]},
-    "ops/test_recurrence_kernel.py": {
-        "test_the_loop_over_positions": [],
-    },
     "ops/test_second_order.py": {
         "test_every_finite_score_counts": ["flash"],
     },
@@ -530,19 +479,14 @@ QUICK = {
     },
     "ops/test_without_the_matrix.py": {
         "test_a_few_heads_at_a_time": ["3-flash"],
-        # `ops/test_logits.py` merges those of a ring's pieces.
-        "test_a_kernels_summaries_are_merged": [],
         "test_chunks_above_the_diagonal_cost_nothing": ["47-47-flash"],
         "test_kernels_keep_the_small_gradients_of_float16": ["flash"],
         "test_many_queries_of_few_keys_are_cut_into_pieces_for_cudnn": ["83-64-4", "64-300-1"],
         "test_memory_is_linear_in_the_length": ["gradient-flash"],
         "test_padding_behind_rows_reaches_cudnn": ["83-True-1", "83-False-4"],
         "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
-        "test_the_kernel_is_the_same_function": [],
         "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],
         "test_a_kernels_gradient_is_that_of_array_operations": ["True-True-0.3"],
-        # `ops/test_learned_sinks.py` has these kernels, of flash.
-        "test_the_kernel_of_dense_attention_is_the_same_function": [],
         "test_a_bias_hides": ["flash"],
     },
     "ops/test_x64.py": {
@@ -565,8 +509,6 @@ QUICK = {
         "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5"],
         "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
     },
-    # An evaluation and a dry run have the mask too.
-    "training/test_training_documents.py": {"test_a_run_keeps_its_mask": []},
     "training/test_training_loss.py": {
         "test_smoothing_is_the_cross_entropy_to_the_smoothed_targets": ["13-0.5", "5-0.1"],
         "test_sums_and_gradients_equal_the_plain_ones": ["13-5"],
@@ -617,17 +559,12 @@ QUICK = {
         "test_broken_streams_cost_no_line": ["None-None"],
     },
     "training/test_training_pieces.py": {
-        "test_the_loss_of_parts_is_that_of_whole_rows": [],
-        "test_a_step_of_parts": [],
         "test_reading_on_is_reading_at_once": ["TransformerLM"],
     },
     "training/test_watcher.py": {
         "test_a_process_that_is_killed_ends_the_others": ["2"],
         "test_processes_that_do_not_go_on_end_all": ["steps0-1-"],
-        "test_processes_that_are_no_run_are_told_in_a_line": [],
     },
-    # A process trains a row, and rows that a file has are not trained again, in two other tests.
-    "benchmarks/test_recall.py": {"test_models_of_recall_side_by_side_are_those_alone": []},
     "benchmarks/test_attention.py": {
         "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_linear"],
     },
@@ -638,8 +575,6 @@ QUICK = {
             "Transformer, all again, offloaded",
         ],
     },
-    # `test_own_jax_model.py` trains a model of flax too, and a page's walk in CI.
-    "test_examples.py": {"test_an_example_trains_evaluates_and_samples": []},
     "test_nn.py": {
         "test_padding_may_be_nan_and_changes_nothing": ["linear", "lsh"],
         "test_every_algorithm_without_weights": ["local", "lsh"],

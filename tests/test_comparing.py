@@ -8,12 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import gin
 import pytest
 
 from reformax.cli import errors, runs, sweep, train
 from reformax.cli import statements as statements_lib
-from tests.training.scripts import call
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,12 +81,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "base.gin").write_text(BASE)
     (tmp_path / "grid.gin").write_text(GRID)
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
 @pytest.fixture
-def swept(folder, monkeypatch, capsys):
+def swept(folder, monkeypatch, call):
     """`(exit code, stdout, stderr, the runs that began)` of a sweep; its runs are in process."""
     begun = []
 
@@ -102,7 +99,7 @@ def swept(folder, monkeypatch, capsys):
 
     def swept(*flags):
         begun.clear()
-        code, out, err = call(lambda: sweep.main(flags), monkeypatch, capsys)
+        code, out, err = call(lambda: sweep.main(flags))
         return code, out, err, list(begun)
 
     return swept
@@ -127,12 +124,12 @@ def test_a_sweep_trains_each_and_leaves_what_has_finished(swept, folder):
     assert swept("grid.gin", "--config=steps=6", "--quiet")[3] == []
 
 
-def test_flags_of_a_sweep_are_its_runs(folder, monkeypatch, capsys):
+def test_flags_of_a_sweep_are_its_runs(folder, monkeypatch, call):
     commands = []
     monkeypatch.setattr(sweep, "_run", lambda command, _: commands.append(command))
     monkeypatch.setattr(sweep, "_checked", lambda member, *_: member.name)
     flags = "--quiet", "--data_dir=data", "--config=steps=6"
-    call(lambda: sweep.main(["grid.gin", *flags]), monkeypatch, capsys)
+    call(lambda: sweep.main(["grid.gin", *flags]))
     assert len(commands) == 4 and all({*flags} <= {*command} for command in commands)
 
 

@@ -1,27 +1,22 @@
 """A dry run without data or extras; what a run says, and when."""
 
+import functools
 import sys
 
 import numpy as np
 import pytest
 
-from reformax.cli import config, dummy_task, errors, train, translations
+from reformax.cli import config, dummy_task, train, translations
 from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def run(call, monkeypatch, tmp_path):
     """`reformax train` in a folder of its own: `(exit code, stdout, stderr)`."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
-        code = errors.exit_code(train.main)
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(call, train.main)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +28,12 @@ def call(monkeypatch, capsys, tmp_path):
         ("transformer_multi30k.gin", ["n_layers=1", "length=32", "batch_size=1"]),
     ],
 )
-def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monkeypatch):
+def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, run, no_search, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     name = "transformer_enwik8_800k.gin" if file == "enwik8.gin" else file
     sizes = ["n_layers=1", "length=64", "batch_size=1"] if file == "enwik8.gin" else sizes
     flags = ["--dry_run", "--device_memory=3.5", *(f"--config={x}" for x in sizes)]
-    code, out, err = call(f"--config_file={name}", *flags)
+    code, out, err = run(f"--config_file={name}", *flags)
     assert code == 0 and "MiB of a device" in out, err
     assert "1 cpu device, 3.5 GiB of memory each" in out
     assert "programs for cpu have the figures below, those for a GPU have others" in out
@@ -46,7 +41,7 @@ def test_a_dry_run_needs_no_data_and_no_extra(file, sizes, call, no_search, monk
 
 
 @pytest.mark.slow
-def test_a_line_is_printed_once_it_is_known(call, monkeypatch, capsys):
+def test_a_line_is_printed_once_it_is_known(run, monkeypatch, capsys):
     needs, printed = dry_run.needs, []
 
     def compiled(*args):
@@ -55,7 +50,7 @@ def test_a_line_is_printed_once_it_is_known(call, monkeypatch, capsys):
 
     monkeypatch.setattr(dry_run, "needs", compiled)
     flags = ["--dry_run", "--device_memory=0.5", *(f"--config={x}" for x in TINY)]
-    code, out, err = call("--config_file=quickstart.gin", *flags)
+    code, out, err = run("--config_file=quickstart.gin", *flags)
     assert code == 0, err
     assert "of memory each" in printed[0] and "MiB of a device" not in printed[0]
     assert "MiB of a device" in printed[1]
@@ -63,13 +58,13 @@ def test_a_line_is_printed_once_it_is_known(call, monkeypatch, capsys):
     assert "largest batch that fits" in out and "longest" not in out
 
 
-def test_the_memory_of_a_device_is_of_a_dry_run_alone(call):
-    code, _, err = call("--config_file=quickstart.gin", "--device_memory=59")
+def test_the_memory_of_a_device_is_of_a_dry_run_alone(run):
+    code, _, err = run("--config_file=quickstart.gin", "--device_memory=59")
     assert code == 2
     assert err == "error: --device_memory=59.0: give --dry_run too, or leave the flag out\n"
-    code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--device_memory=0")
+    code, _, err = run("--config_file=quickstart.gin", "--dry_run", "--device_memory=0")
     assert code == 2 and "device_memory is 0.0: expected a number above 0" in err
-    code, _, err = call("--config_file=quickstart.gin", "--dry_run", "--profile")
+    code, _, err = run("--config_file=quickstart.gin", "--dry_run", "--profile")
     assert code == 2 and "--profile: a dry run makes no step" in err
 
 
@@ -85,20 +80,20 @@ def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
 
 
 @pytest.mark.slow
-def test_changes_are_told_before_compiling(call, tmp_path):
+def test_changes_are_told_before_compiling(run, tmp_path):
     flags = ["--config_file=quickstart.gin", "--output_dir=run", *(f"--config={x}" for x in TINY)]
     flags += ["--config=loop.train.eval_tokens=64", "--config=loop.train.eval_whole=False"]
-    code, out, err = call(*flags)
+    code, out, err = run(*flags)
     assert code == 0, err
     assert out.index("\ncompiling\n") < out.index("\ncompiled in ")
-    code, out, err = call(*flags, "--config=steps=5")
+    code, out, err = run(*flags, "--config=steps=5")
     assert code == 0, err
     assert out.index("settings changed since the last run") < out.index("\ncompiling\n")
 
 
 @pytest.mark.slow
 def test_tokenizing_is_said_before_a_vocabulary_of_translation_is_learnt(
-    call, tmp_path, monkeypatch, capsys
+    run, tmp_path, monkeypatch, capsys
 ):
     from reformax.data import vocabulary
 
@@ -116,7 +111,7 @@ def test_tokenizing_is_said_before_a_vocabulary_of_translation_is_learnt(
     flags = ["--config_file=transformer_multi30k.gin", "--data_dir=.", "--output_dir=run"]
     sizes = ["n_layers=1", "steps=2", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
     sizes += ["vocab_size=20", "d_ff=32", "n_heads=2"]
-    code, out, err = call(*flags, *(f"--config={x}" for x in sizes))
+    code, out, err = run(*flags, *(f"--config={x}" for x in sizes))
     assert code == 0, err
     assert len(said) == 1 and said[0].endswith("tokenizing\n") and "\ncompiling\n" in out
 

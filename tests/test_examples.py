@@ -8,6 +8,8 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+# `test_own_jax_model.py` trains a model of flax too, and a page's walk in CI.
+@pytest.mark.slow
 @pytest.mark.parametrize("name, package", [("train_minimal", "jax"), ("train_flax", "flax")])
 def test_an_example_trains_evaluates_and_samples(name, package, capsys, monkeypatch):
     pytest.importorskip(package)

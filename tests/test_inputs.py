@@ -4,7 +4,6 @@ import itertools
 import random
 import sys
 
-import gin
 import pytest
 
 from benchmarks.reliability import input_cases, inputs
@@ -18,8 +17,7 @@ def root(tmp_path_factory):
     """A folder with configs, data and bad files."""
     folder = tmp_path_factory.mktemp("inputs")
     input_cases.prepare(folder)
-    yield folder
-    gin.clear_config()
+    return folder
 
 
 def some(cases, n):

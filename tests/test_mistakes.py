@@ -23,7 +23,6 @@ from reformax.cli import config, configs, evaluate, generate, parsed, statements
 from reformax.cli import flags as flags_lib
 from reformax.data import text as text_lib
 from reformax.declared import in_quotes
-from tests.training.scripts import call
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
 QUICKSTART = str(configs.find("quickstart"))
@@ -151,18 +150,17 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def answer(made, tmp_path, monkeypatch, capsys):
+def answer(made, tmp_path, monkeypatch, call):
     """What a script prints for a mistake: one line, with exit code 2."""
 
     def run(script, *flags):
         monkeypatch.chdir(made)
-        code, _, err = call(COMMANDS[script].main, monkeypatch, capsys, *flags)
+        code, _, err = call(COMMANDS[script].main, *flags)
         lines = [line for line in err.splitlines() if line]
         assert (code, len(lines)) == (2, 1), err
         return lines[0].removeprefix("error: ")
 
-    yield run
-    gin.clear_config()
+    return run
 
 
 @pytest.mark.parametrize("command", FLAGS)
@@ -303,7 +301,6 @@ def test_a_task_that_is_none_is_named_whatever_flag_is_given(flag, answer, made,
 def test_a_module_of_this_package_needs_no_import_line(name, value):
     config.parse([QUICKSTART], [f"{name}={value}"])
     assert str(gin.query_parameter(name)).removeprefix("@").endswith(value[1:])
-    gin.clear_config()
 
 
 def test_a_module_of_one_s_own_that_has_the_name_of_ours_is_taken_by_an_import_line(
@@ -325,7 +322,6 @@ def test_a_module_of_one_s_own_that_has_the_name_of_ours_is_taken_by_an_import_l
         note += "`import text` in the config file takes\n"
         assert capsys.readouterr().err == (note if file == "ours.gin" else "")
     monkeypatch.delitem(sys.modules, "text")
-    gin.clear_config()
 
 
 def test_a_module_of_the_working_directory_is_found(made, monkeypatch):
@@ -356,4 +352,3 @@ def test_a_module_of_the_working_directory_is_found(made, monkeypatch):
         assert "import mytask" in text
         config.parse_saved(text, "config.gin", trusted=True)
         assert gin.config_str() == text
-    gin.clear_config()

@@ -2,11 +2,9 @@
 
 import json
 
-import gin
 import pytest
 
 from reformax.cli import terminal_curve, train
-from tests.training.scripts import call
 
 TINY = (
     *("d_model=16", "d_ff=16", "d_head=8", "n_heads=2", "n_layers=2", "length=64", "steps=3"),
@@ -15,17 +13,14 @@ TINY = (
 )
 
 
-def finish(monkeypatch, capsys, folder, *settings, flags=()):
+def finish(call, folder, *settings, flags=()):
     flags = [*flags, *(f"--config={setting}" for setting in (*TINY, *settings))]
-    try:
-        return call(train.main, monkeypatch, capsys, f"--output_dir={folder}", *flags)
-    finally:
-        gin.clear_config()
+    return call(train.main, f"--output_dir={folder}", *flags)
 
 
 @pytest.mark.slow
-def test_the_quickstart_ends_with_a_sample_and_its_curve(monkeypatch, capsys, tmp_path):
-    code, out, err = finish(monkeypatch, capsys, tmp_path / "run", "loop.train.sample_tokens=7")
+def test_the_quickstart_ends_with_a_sample_and_its_curve(call, tmp_path):
+    code, out, err = finish(call, tmp_path / "run", "loop.train.sample_tokens=7")
     assert code == 0, err
     sample, _, curve = out.partition("bits per dim of training batches\n")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
@@ -36,18 +31,18 @@ def test_the_quickstart_ends_with_a_sample_and_its_curve(monkeypatch, capsys, tm
 
 
 @pytest.mark.slow
-def test_a_quiet_run_prints_its_result_alone(monkeypatch, capsys, tmp_path):
-    code, out, _ = finish(monkeypatch, capsys, tmp_path / "run", flags=["--quiet"])
+def test_a_quiet_run_prints_its_result_alone(call, tmp_path):
+    code, out, _ = finish(call, tmp_path / "run", flags=["--quiet"])
     assert code == 0 and out.startswith("valid bits per dim")
 
 
 @pytest.mark.slow
-def test_a_curve_that_fails_ends_no_run(monkeypatch, capsys, tmp_path):
+def test_a_curve_that_fails_ends_no_run(call, monkeypatch, tmp_path):
     def fails(*args):
         raise OSError("gone")
 
     monkeypatch.setattr(terminal_curve, "of_run", fails)
-    code, out, err = finish(monkeypatch, capsys, tmp_path / "run", "loop.train.sample_prompts=[]")
+    code, out, err = finish(call, tmp_path / "run", "loop.train.sample_prompts=[]")
     assert code == 0 and "note: the curve failed, and the work goes on (OSError: gone)" in err
     assert "\nvalid bits per dim" in out
 

@@ -153,7 +153,7 @@ def agree(name: str, find: Callable[[], object]) -> None:
                 "again"
             )
 
-    of_first = processes.same(lambda: value)
+    of_first = processes.broadcast(lambda: value)
     processes.by_all(lambda: check(of_first))
 
 

@@ -230,11 +230,11 @@ def _check_search(args) -> None:
 
 def _sizes(args, run: dict[str, Any]) -> dict[str, int]:
     """The sizes of the evaluation: the flags', or the run's."""
-    length = args.length or run.get("eval_length") or run["length"]
-    # The run's stride belongs to the run's length.
-    stride = args.stride or (None if args.length else run.get("eval_stride")) or length
-    batch_size = args.batch_size or run.get("eval_batch_size") or run["batch_size"]
-    return {"batch_size": batch_size, "length": length, "stride": stride}
+    from reformax.training.evaluations import sizes_of
+
+    of_training = dict(batch_size=run["batch_size"], length=run["length"], stride=run["length"])
+    given = (run.get(f"eval_{name}") for name in ("batch_size", "length", "stride"))
+    return sizes_of(args.batch_size, args.length, args.stride, sizes_of(*given, of_training))
 
 
 def _check_finite(result: dict[str, Any], saved: saved_run.Saved) -> None:
@@ -326,6 +326,7 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 
 
 def _print(result: dict[str, Any], where: str, task) -> None:
+    from reformax.training.loss import metric_name
     from reformax.training.metrics import METRICS
 
     document = " of its own document" if task.document_mask else ""
@@ -344,9 +345,10 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         print(f"windows: {result['n_windows']:,}, standard error of their mean {error:.4f} bits")
     for name in (name for name in METRICS if name in result):
         print(f"{name}: {result[name]:.4f}")
-    of_bytes = "bits_per_dim" in result and "bits_per_byte" in result  # the same number
-    for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
-        if name in result and not (of_bytes and name == "bits_per_byte"):
+    metric = metric_name(task)
+    of_bytes = metric == "bits_per_dim" and "bits_per_byte" in result  # the same number
+    for name in [metric] if of_bytes else [metric, "bits_per_byte"]:
+        if name in result:
             unit = " (bits per byte)" if of_bytes else ""
             print(f"{name}: {result[name]:.4f}{unit}", flush=True)
 

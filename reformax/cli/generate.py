@@ -142,17 +142,17 @@ def parser():
 def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
     from reformax.cli import generated_text, generation_settings
-    from reformax.generation import alphabets, decoding
+    from reformax.generation import decoding, tokenizers
 
     vocabulary = saved_run.vocabulary_of(saved)
-    alphabet = prompts.alphabet(saved.model.vocab_size, vocabulary)
+    tokenizer = prompts.tokenizer(saved.model.vocab_size, vocabulary)
     template = prompts.chat_template(vocabulary) if args.chat else None
-    read = ("task", "text.text.offset") if isinstance(alphabet, alphabets.ByteAlphabet) else ()
+    read = ("task", "text.text.offset") if isinstance(tokenizer, tokenizers.ByteTokenizer) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     settings = generation_settings.of_checkpoint(saved.info)
     options = flags.with_defaults(args, CONTINUE | generation_settings.sampling(settings))
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
-    encode = partial(prompts.encode_message, template) if template else alphabet.encode
+    encode = partial(prompts.encode_message, template) if template else tokenizer.encode
     tokens = [row for text in prompts.read(args) for row in [encode(text)] * n_samples]
     if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
         options["max_length"] = saved.run["length"]
@@ -162,7 +162,7 @@ def _continue(args, saved: saved_run.Saved) -> int:
     ends = [template.end] if template else kept
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, end=ends, **options)
     shown = [[] for _ in tokens] if template else tokens
-    return generated_text.write(blocks, shown, alphabet, args.quiet, ends)
+    return generated_text.write(blocks, shown, tokenizer, args.quiet, ends)
 
 
 def _devices(options: dict[str, Any], saved: saved_run.Saved) -> dict[str, Any]:
@@ -179,14 +179,14 @@ def _devices(options: dict[str, Any], saved: saved_run.Saved) -> dict[str, Any]:
 def _draw(args, saved: saved_run.Saved) -> int:
     """Writes whole images of a language model of their bytes."""
     from reformax.cli import pictures
-    from reformax.generation import alphabets, decoding
+    from reformax.generation import decoding, tokenizers
 
     length = saved.run["length"]
     pictures.side_of(length)
-    if saved.model.vocab_size != alphabets.N_BYTES:
+    if saved.model.vocab_size != tokenizers.N_BYTES:
         raise SettingError(
             f"--png needs a run of images and this one's model has {saved.model.vocab_size} ids: "
-            f"expected {alphabets.N_BYTES}, the bytes"
+            f"expected {tokenizers.N_BYTES}, the bytes"
         )
     report.note_unused(args.config, saved_run.MODEL, file=sys.stderr)
     options = flags.with_defaults(args, CONTINUE)

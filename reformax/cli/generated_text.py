@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from reformax.cli.report import counted
-from reformax.generation.alphabets import Alphabet
+from reformax.generation.tokenizers import Tokenizer
 
 
 def write(
     blocks: Iterable[np.ndarray],
     prompts: Sequence[Sequence[int]],
-    alphabet: Alphabet,
+    tokenizer: Tokenizer,
     quiet: bool = False,
     ends: Sequence[int] = (),
 ) -> int:
@@ -24,7 +24,7 @@ def write(
     Args:
       blocks: the new tokens of all rows, arrays [B, n]; see `generation.stream`.
       prompts: the B prompts, tokens each.
-      alphabet: see `generation.alphabets`.
+      tokenizer: see `generation.tokenizers`.
       quiet: whether to leave the speed out.
       ends: tokens that end a row, and are not written.
 
@@ -33,7 +33,7 @@ def write(
     """
     rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
     sys.stdout.reconfigure(encoding="utf-8")
-    text = alphabet.stream()  # of tokens as they come
+    text = tokenizer.stream()  # of tokens as they come
     if alone:
         print(text(rows[0], False), end="", flush=True)
     ended = [False] * len(rows)
@@ -60,7 +60,7 @@ def write(
     else:
         for i, row in enumerate(rows):
             print(f"--- {i + 1} of {len(rows)}")
-            print(alphabet.stream()(row, True), flush=True)
+            print(tokenizer.stream()(row, True), flush=True)
     if not quiet:
         print(_speed(progress, len(rows)), file=sys.stderr)
     return code

@@ -16,7 +16,7 @@ Of --model_args:
     trust_config=True   the run's config may name any module, which is code that runs
 
 --batch_size=auto computes about 16,384 tokens together. Temperatures above 0 draw by the seed and a
-row's place in its batch.
+row's index in its batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reformax.cli import compilation_cache, generation_settings, prompts, saved_
 from reformax.declared import AnySeed, PathName, SettingError, Size, check, shown
 from reformax.evals.harness import HarnessRequests
 from reformax.evals.likelihood import LanguageScorer
-from reformax.generation import alphabets
+from reformax.generation import tokenizers
 
 NAME = "reformax"
 _DEVICE = "cuda:0"  # what the harness's command says where --device is not given
@@ -169,8 +169,8 @@ def parts_of(
         progress=progress,
     )
     vocabulary = saved_run.vocabulary_of(saved)
-    alphabet = prompts.alphabet(model.vocab_size, vocabulary)
-    if isinstance(alphabet, alphabets.NumberAlphabet):
+    tokenizer = prompts.tokenizer(model.vocab_size, vocabulary)
+    if isinstance(tokenizer, tokenizers.NumberTokenizer):
         raise SettingError(
             f"output_dir={saved.folder} is of a model with {model.vocab_size} ids and no "
             "vocabulary, which reads no text: give a run of bytes or of pieces"
@@ -182,11 +182,11 @@ def parts_of(
         ends.append(vocabulary.end[0])
 
     def decode(prompt: Sequence[int], new: Sequence[int]) -> str:
-        text = alphabet.stream()
+        text = tokenizer.stream()
         text(list(prompt), False)  # whether a space is written depends on what is before
         return text(list(new), True)
 
-    return scorer, lambda text: alphabet.encode(text.encode()), decode, ends
+    return scorer, lambda text: tokenizer.encode(text.encode()), decode, ends
 
 
 if __name__ == "__main__":

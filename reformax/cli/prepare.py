@@ -34,6 +34,7 @@ from reformax.data import text as texts
 from reformax.data.base import MAX_HELD_OUT, SPLITS, split_borders
 from reformax.data.documents import Source
 from reformax.data.pieces import BYTES, PieceVocabulary
+from reformax.data.splits import By
 from reformax.data.vocabulary import FILE
 from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
 
@@ -125,9 +126,9 @@ def _clean(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         print(f"{folder}: {len(deleted):,} texts of {total:,} bytes deleted")
     for entry in cache.entries(folder) if args.list else ():
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        of = token_files.words_of(entry.folder)
+        words = token_files.words_of(entry.folder)
         now = ", in use" * entry.in_use
-        print(f"{entry.folder}: {entry.size:,} bytes, last used {used}{now}, {of}")
+        print(f"{entry.folder}: {entry.size:,} bytes, last used {used}{now}, {words}")
     return 0
 
 
@@ -152,19 +153,13 @@ def parser():
         choices=typing.get_args(token_ids.Format),
         help="the ids as another program reads them too, in a folder of this name in FOLDER",
     )
-    parser.add_argument(
-        "--pattern", type=flags.of(Name), default="*", help="names of files to take"
-    )
-    parser.add_argument(
-        "--field", type=flags.of(Name), default="text", help="a table's field that is text"
-    )
+    parser.add_argument("--pattern", type=flags.of(Name), help="names of files to take")
+    parser.add_argument("--field", type=flags.of(Name), help="a table's field that is text")
     parser.add_argument(
         "--join_by", type=flags.of(Name), help="'folder' or a field, see text.text.join_by"
     )
     parser.add_argument("--raw", action="store_true", help="take the bytes of files as they are")
-    parser.add_argument(
-        "--splits", choices=("by_name", "cut"), default="by_name", help="see text.text.splits"
-    )
+    parser.add_argument("--splits", choices=typing.get_args(By), help="see text.text.splits")
     parser.add_argument(
         "--max_held_out",
         type=flags.of(Size),
@@ -182,4 +177,5 @@ def parser():
     parser.add_argument("--cache_dir", type=path, help="of --list and --prune, another folder")
     flags.add_quiet(parser)
     flags.add_traceback(parser)
+    parser.set_defaults(**texts.DEFAULTS)
     return parser

@@ -1,4 +1,4 @@
-"""Reads prompts, and finds the alphabet and the template that the parsed config reads them by."""
+"""Reads prompts, and finds the tokenizer and the template that the parsed config reads them by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reformax.declared import PathName, SettingError
 
 if TYPE_CHECKING:
     from reformax.data.chat_templates import Written
-    from reformax.generation.alphabets import Alphabet
+    from reformax.generation.tokenizers import Tokenizer
 
 MOST = 2**28  # bytes of a prompt or of lines to translate
 
@@ -90,7 +90,7 @@ def read_lines(args: argparse.Namespace) -> list[str]:
 def offset(vocab_size: int) -> int | None:
     """The token of byte 0 in the parsed config's task; None if the model is not one of bytes."""
     from reformax.cli import config, parsed
-    from reformax.generation.alphabets import N_BYTES
+    from reformax.generation.tokenizers import N_BYTES
     from reformax.training import loop
 
     try:
@@ -130,17 +130,17 @@ def chat_template(vocabulary: Any = None) -> Written:
             "and write the prompt as the run's text has it"
         )
     name = task.arguments.get("template", "auto")
-    alphabet = chat_templates.ByteEncoder() if vocabulary is None else vocabulary
-    return chat_templates.chosen(name, alphabet, "chats.chats")
+    encoder = chat_templates.ByteEncoder() if vocabulary is None else vocabulary
+    return chat_templates.chosen(name, encoder, "chats.chats")
 
 
-def alphabet(vocab_size: int, vocabulary: Any = None) -> Alphabet:
-    """The alphabet of the parsed config's model.
+def tokenizer(vocab_size: int, vocabulary: Any = None) -> Tokenizer:
+    """The tokenizer of the parsed config's model.
 
     Args:
       vocab_size: the model's.
       vocabulary: the run's `reformax.data.pieces.PieceVocabulary`, if it has one.
     """
-    from reformax.generation.alphabets import alphabet_of
+    from reformax.generation.tokenizers import tokenizer_of
 
-    return alphabet_of(vocabulary, None if vocabulary is not None else offset(vocab_size))
+    return tokenizer_of(vocabulary, None if vocabulary is not None else offset(vocab_size))

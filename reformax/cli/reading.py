@@ -1,6 +1,6 @@
 """Reads the text of gin configs, statement by statement, into gin's global config.
 
-What statements name is looked up here, so that every mistake is one line with its place and the
+What statements name is looked up here, so that every mistake is one line with its location and the
 nearest names. A module of this package, or else of the working directory, needs no import line. A
 file's imports bind names for this file alone.
 """
@@ -33,18 +33,18 @@ class _Missing(ValueError):
 
 
 @contextlib.contextmanager
-def _at(place: Location) -> Iterator[None]:
-    """Any error within is a `ConfigError` with this place."""
+def _at(location: Location) -> Iterator[None]:
+    """Any error within is a `ConfigError` with this location."""
     try:
         yield
     except ConfigError:  # of a file that is included
         raise
     except SyntaxError as error:
-        raise statements.of_syntax(error, place.line_content) from None
+        raise statements.of_syntax(error, location.line_content) from None
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
         first = messages.first_line(error)
-        where = f" ({place.filename}, line {place.line_num})" if place.filename else ""
-        line = statements.printable(place.line_content)
+        where = f" ({location.filename}, line {location.line_num})" if location.filename else ""
+        line = statements.printable(location.line_content)
         line = f": {line}" if line and line not in first else ""
         raise ConfigError(f"{first}{where}{line}{getattr(error, 'near', '')}") from None
 

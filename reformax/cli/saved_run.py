@@ -283,10 +283,12 @@ def _parse(
 
 def _identities(checkpoints) -> set[tuple]:
     """Tells the checkpoints that are there now from others of the same steps."""
+    from reformax.training.checkpoint.reading import OLD
+
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for entry in checkpoints.folder.iterdir():
-            if entry.name.removeprefix("tmp.old.").isdigit():  # see `CheckpointReader.steps`
+            if entry.name.removeprefix(OLD).isdigit():  # see `CheckpointReader.renamed`
                 stat = entry.lstat()
                 found.add((entry.name, stat.st_ino, stat.st_ctime_ns))
     return found

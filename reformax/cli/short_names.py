@@ -44,7 +44,7 @@ def in_use() -> Iterator[tuple[str, str, str]]:
 
 def arguments() -> dict[str, str]:
     """'module.function.argument' of each short name."""
-    return {short: f"{lookup.short(of)}.{name}" for of, name, short in in_use()}
+    return {short: f"{lookup.short(function)}.{name}" for function, name, short in in_use()}
 
 
 def unset() -> set[str]:

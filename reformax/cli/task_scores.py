@@ -199,7 +199,7 @@ def _held_out(path: str) -> str:
 
     task = text.text(path)
     rows = task.eval_batches("test", 1, *[min(task.n_targets("test"), 2**16)] * 2)
-    tokens = [of.targets[0][of.weights[0] > 0] for of in rows]
+    tokens = [row.targets[0][row.weights[0] > 0] for row in rows]
     return bytes(np.concatenate(tokens).astype(np.uint8)).decode(errors="replace")
 
 
@@ -255,13 +255,13 @@ def _of_harness(parts, names: Sequence[str], manager, args) -> dict[str, Any]:
 def _print(name: str, figures: dict[str, Any]) -> None:
     """A line for each figure; the harness's have the name of a filter after a comma."""
     for key, value in figures.items():
-        metric, _, of = key.partition(",")
+        metric, _, filter_name = key.partition(",")
         if not isinstance(value, float) or metric.endswith("_stderr"):
             continue
-        error = figures.get(f"{metric}_stderr,{of}")
+        error = figures.get(f"{metric}_stderr,{filter_name}")
         error = f" (standard error {error:.4f})" if isinstance(error, float) else ""
-        of = f" ({of})" if of not in ("", "none") else ""
-        print(f"{name} {metric}{of}: {value:.4f}{error}", flush=True)
+        kind = f" ({filter_name})" if filter_name not in ("", "none") else ""
+        print(f"{name} {metric}{kind}: {value:.4f}{error}", flush=True)
 
 
 def _finite(value: Any) -> Any:

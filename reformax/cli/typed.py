@@ -51,9 +51,9 @@ def _as_reference(match: re.Match[str]) -> str:
     return f"@{lookup.short(selectors[0])} without ()" if selectors else match[0]
 
 
-def name_of(name: str, of: str = "") -> str | None:
+def name_of(name: str, of_function: str = "") -> str | None:
     """The name of an argument for --config, such as 'next_value'; None if it has none."""
-    scope, _, function = of.rpartition("/")
+    scope, _, function = of_function.rpartition("/")
     for full in lookup.arguments():
         if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):
             # What a macro holds is called in a scope of its name, which a config need not set.

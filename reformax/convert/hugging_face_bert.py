@@ -179,8 +179,8 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
         ("cls.predictions.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"),
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     )
-    for copy, of in copies:
-        tables.remove_copy(named, copy, of, where, "BERT's are one")
+    for copy, original in copies:
+        tables.remove_copy(named, copy, original, where, "BERT's are one")
     types, positions = named.pop(_TYPES, None), named.get(_POSITIONS)
     if types is None or positions is None or len(types.shape) != 2 or len(positions.shape) != 2:
         raise ValueError(f"{where} is of another model: expected {_TYPES} and {_POSITIONS}")

@@ -173,6 +173,6 @@ def without_copies(tensors: Mapping[str, Any], where: str, spec: Spec) -> dict[s
         if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     named = renamed(kept, full, where)
-    of = f"{PREFIX}wte.weight"
-    tables.remove_copy(named, "lm_head.weight", of, where, "GPT-2's are one")
+    embedding = f"{PREFIX}wte.weight"
+    tables.remove_copy(named, "lm_head.weight", embedding, where, "GPT-2's are one")
     return named

@@ -182,12 +182,12 @@ def read(
     n_repeats: dict[tuple[str, ...], int] = {}
     for tensor in table:
         n_repeats[tensor.path] = n_repeats.get(tensor.path, 0) + 1
-    places = {path: i for i, path in enumerate(n_repeats)}
+    ranks = {path: i for i, path in enumerate(n_repeats)}
     files = {name: i for i, name in enumerate(tensors)}
 
     def order(tensor: Tensor) -> tuple[int, int]:
         whole_file = getattr(tensors[tensor.name], "whole_file", False)
-        return (files[tensor.name] if whole_file else 0), places[tensor.path]
+        return (files[tensor.name] if whole_file else 0), ranks[tensor.path]
 
     # A file that is read whole is read once; of others a weight is made after the other.
     params: dict[str, Any] = {}
@@ -232,12 +232,12 @@ def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def remove_copy(tensors: dict[str, Any], copy: str, of: str, where: str, why: str) -> None:
+def remove_copy(tensors: dict[str, Any], copy: str, original: str, where: str, why: str) -> None:
     """Removes a tensor that a model keeps twice; a file may have it by either name.
 
     Args:
       tensors: by their names.
-      copy, of: the name to remove, and the one to keep.
+      copy, original: the name to remove, and the one to keep.
       where: the file's name in an error.
       why: why the two are one, in words.
 
@@ -247,10 +247,10 @@ def remove_copy(tensors: dict[str, Any], copy: str, of: str, where: str, why: st
     found = tensors.pop(copy, None)
     if found is None:
         return
-    kept = tensors.setdefault(of, found)
+    kept = tensors.setdefault(original, found)
     same = tuple(found.shape) == tuple(kept.shape)
     if not same or not np.array_equal(np.asarray(found), np.asarray(kept)):
-        raise ValueError(f"{where}: {copy} and {of} differ, and {why}")
+        raise ValueError(f"{where}: {copy} and {original} differ, and {why}")
 
 
 def renamed(

@@ -10,7 +10,7 @@ batches; neither TensorFlow nor JAX is imported.
 | conversations | `chats`, by `conversations` (rows to turns), `chat_templates` (to tokens) |
 | sentence pairs | `text_pairs`, `wmt`, `reverse`; `sentence_pairs` packs them |
 | labels | `labelled_text`, `reviews`, `cifar10`, `document_pairs`, `listops`, `pathfinder`, ... |
-| drawn | `duplication`, `associative_recall` |
+| synthetic | `duplication`, `associative_recall` |
 
 What they share, from a path to a batch:
 
@@ -18,6 +18,7 @@ What they share, from a path to a batch:
 2. `documents` makes a text of them, in memory. `token_files` does it in files (`shard_folders`), by
    `workers`; `stored` reads such files, `cache` prunes them. `joined` joins short documents.
 3. `pieces` encodes by a vocabulary (`piece_codecs`, `sentencepieces`), `piece_files` in files.
-4. `base` makes the task of a text: `windows`, `lengths` and `draws` say where its windows begin.
-   `labelled` makes that of classes, `drawn` and `blocks` of what is drawn; `packing` fills rows.
+4. `base` makes the task of a text: `windows`, `lengths` and `rng` say where its windows begin.
+   `labelled` makes that of classes, `synthetic` and `synthetic_blocks` those of examples that are
+   drawn; `packing` fills rows.
 """

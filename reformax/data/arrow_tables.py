@@ -361,10 +361,10 @@ def _is_packed(message: Any) -> bool:
     """
     data = message.metadata.to_pybytes()
 
-    def follow(place: int) -> int:
-        return place + struct.unpack_from("<I", data, place)[0]
+    def follow(offset: int) -> int:
+        return offset + struct.unpack_from("<I", data, offset)[0]
 
-    def field(table: int, number: int) -> int:  # its place; 0 if it is not there
+    def field(table: int, number: int) -> int:  # its offset; 0 if it is not there
         offsets = table - struct.unpack_from("<i", data, table)[0]
         if 4 + 2 * number >= struct.unpack_from("<H", data, offsets)[0]:
             return 0

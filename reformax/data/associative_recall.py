@@ -13,7 +13,7 @@ from typing import Annotated
 
 import numpy as np
 
-from reformax.data.drawn import drawn_task
+from reformax.data.synthetic import synthetic_task
 from reformax.declared import Bounds, SettingError, Size, VocabSize, checked
 from reformax.task import Task
 
@@ -33,7 +33,7 @@ def associative_recall(
     Keys are distinct symbols of the vocabulary's first half without 0, values distinct symbols of
     the second half, noise any symbol. The distance d of a key's second coming from the end of the
     pairs, in steps of two tokens, has a probability in proportion to d^(power - 1): a power law, as
-    between repetitions in a text. `reformax.data.drawn` says how examples are drawn.
+    between repetitions in a text. `reformax.data.synthetic` says how examples are drawn.
 
     Args:
       length: tokens of an example, even.
@@ -68,12 +68,12 @@ def associative_recall(
         )
         steps = np.arange(length // 2 - min(n_pairs))
         likely = (1.0 + steps) ** (power - 1) * (steps < length // 2 - pairs)
-        place = np.arange(most)
+        index = np.arange(most)
         again = 2 * (pairs + without_replacement(rng, likely, most))
         tokens = rng.integers(vocab_size, size=(n, length), dtype=np.int32)
         weights = np.zeros((n, length), np.float32)
-        row, pair = np.nonzero(place < pairs)
-        for at in (np.broadcast_to(2 * place, again.shape), again):
+        row, pair = np.nonzero(index < pairs)
+        for at in (np.broadcast_to(2 * index, again.shape), again):
             tokens[row, at[row, pair]] = keys[row, pair]
             tokens[row, at[row, pair] + 1] = values[row, pair]
         weights[row, again[row, pair] + 1] = 1
@@ -83,7 +83,7 @@ def associative_recall(
         f"length={length}, n_pairs={tuple(n_pairs)}, vocab_size={vocab_size}, power={power}, "
         f"n_eval={n_eval}"
     )
-    return drawn_task(
+    return synthetic_task(
         "associative_recall",
         length=length,
         vocab_size=vocab_size,

@@ -148,8 +148,7 @@ def byte_language_model(
         x and {s: positions[: positions.searchsorted(len(splits[s]))] for s, positions in x.items()}
         for x in (borders, segments)
     )
-    masks_documents = windows.document_mask and segments is None
-    check_documents(borders, windows._replace(document_mask=masks_documents))
+    check_documents(borders, windows, segments)
     bytes_of = functools.partial(of_split, name, splits)
     task = language_model(
         *(name, 256 + offset, bytes_of, offset),
@@ -253,11 +252,18 @@ def language_model(
     )
 
 
-def check_documents(borders: Mapping[str, np.ndarray] | None, windows: WindowSettings) -> None:
-    """Raises `SettingError` for settings by documents if the training text has none, or one."""
+def check_documents(
+    borders: Mapping[str, np.ndarray] | None,
+    windows: WindowSettings,
+    segments: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Raises `SettingError` for settings by documents if the training text has none, or one.
+
+    The mask goes by `segments` where they are given, and else by documents.
+    """
     asked = {
         "windows is 'documents'": windows.where == "documents",
-        "document_mask is True": windows.document_mask,
+        "document_mask is True": windows.document_mask and segments is None,
         "length_weights is set": windows.lengths is not None,
     }
     setting = next((words for words, is_asked in asked.items() if is_asked), None)

@@ -130,13 +130,13 @@ class Written(NamedTuple):
 
     Attributes:
       template: the template.
-      alphabet: the vocabulary.
+      encoder: of text to the vocabulary's ids.
       end: the id that an answer ends in.
       tokens: texts that are tokens of the template, and so nothing that anyone says.
     """
 
     template: Template
-    alphabet: TextEncoder
+    encoder: TextEncoder
     end: int
     tokens: Sequence[str]
 
@@ -152,7 +152,7 @@ class Written(NamedTuple):
                 f"prompt is {text!r}: it has {reason}, which training leaves out; write it "
                 "otherwise"
             )
-        return [int(i) for i in self.alphabet.encode_all([self.template.prompt(text)])[0]]
+        return [int(i) for i in self.encoder.encode_all([self.template.prompt(text)])[0]]
 
 
 class EncodedConversations(NamedTuple):
@@ -173,13 +173,13 @@ class EncodedConversations(NamedTuple):
     left_out: Mapping[str, int]
 
 
-def chosen(name: str | Mapping[str, str], alphabet: TextEncoder, option: str) -> Written:
+def chosen(name: str | Mapping[str, str], encoder: TextEncoder, option: str) -> Written:
     """The template of a name, or of the user's own texts, in a vocabulary.
 
     Args:
       name: a `Name`; 'auto' is the first whose tokens the vocabulary has, else 'text'. Or the
         user's own: role -> text with {content}.
-      alphabet: the vocabulary.
+      encoder: of text to the vocabulary's ids.
       option: the factory whose setting this is, for errors.
 
     Raises:
@@ -189,26 +189,26 @@ def chosen(name: str | Mapping[str, str], alphabet: TextEncoder, option: str) ->
         template = custom(name, option)
     elif name == "auto":
         of_tokens = (x for x in TEMPLATES.values() if x.end is not None)
-        fits = (x for x in of_tokens if not _lacking(x, alphabet))
+        fits = (x for x in of_tokens if not _lacking(x, encoder))
         template = next(fits, TEMPLATES["text"])
     else:
         template = TEMPLATES[name]
-        if lacking := _lacking(template, alphabet):
+        if lacking := _lacking(template, encoder):
             raise SettingError(
                 f"{option}.template is {name!r} and the vocabulary has no token {lacking[0]!r}: "
                 "give one that has, or template='text'"
             )
     if template.end is not None:
-        first = template.first if alphabet.token(template.first) is not None else ""
+        first = template.first if encoder.token(template.first) is not None else ""
         tokens = [*_tokens(template), *[first] * bool(first)]
-        end = alphabet.token(template.end)
-        return Written(template._replace(first=first), alphabet, end, tokens)
-    if alphabet.end is None:
+        end = encoder.token(template.end)
+        return Written(template._replace(first=first), encoder, end, tokens)
+    if encoder.end is None:
         raise SettingError(
             f"{option}.vocabulary has no id for the end of an answer, such as <|endoftext|> or "
             "</s>: give one that has"
         )
-    return Written(template, alphabet, alphabet.end[0], [x for x in alphabet.end[1:] if x])
+    return Written(template, encoder, encoder.end[0], [x for x in encoder.end[1:] if x])
 
 
 def custom(texts: Mapping[str, str], option: str) -> Template:
@@ -240,11 +240,11 @@ def _tokens(template: Template) -> list[str]:
     return sorted(found | {template.end} - {None})
 
 
-def _lacking(template: Template, alphabet: TextEncoder) -> list[str]:
+def _lacking(template: Template, encoder: TextEncoder) -> list[str]:
     """The tokens of a template that a vocabulary does not have."""
     if template.end is None:
         return []
-    return [token for token in _tokens(template) if alphabet.token(token) is None]
+    return [token for token in _tokens(template) if encoder.token(token) is None]
 
 
 def encoded(
@@ -263,7 +263,7 @@ def encoded(
             of_one = list(_passages(written.template, conversation))
             passages += of_one
             counts.append(len(of_one))
-        found = written.alphabet.encode_all([passage.text for passage in passages])
+        found = written.encoder.encode_all([passage.text for passage in passages])
         each = iter(zip(passages, found, strict=True))
         for count in counts:
             n = 0

@@ -23,9 +23,9 @@ from reformax.data import splits as by_name
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_sizes, check_split, check_windows
 from reformax.data.conversations import Conversation, LeftOut
-from reformax.data.draws import generator, in_epochs, philox
 from reformax.data.packing import Rows, in_rows, laid_out, pack
 from reformax.data.pieces import BYTES, PieceVocabulary
+from reformax.data.rng import generator, in_epochs, philox
 from reformax.declared import Called, Name, PathName, SettingError, VocabSize, checked
 from reformax.task import Batch, Documents, Task
 
@@ -206,8 +206,8 @@ class _Chats:
         )
 
     def _written(self) -> chat_templates.Written:
-        alphabet = chat_templates.ByteEncoder() if self._vocabulary is None else self._vocabulary
-        return chat_templates.chosen(self._template, alphabet, _OPTION)
+        encoder = chat_templates.ByteEncoder() if self._vocabulary is None else self._vocabulary
+        return chat_templates.chosen(self._template, encoder, _OPTION)
 
     def _encoded(self, split: str) -> chat_templates.EncodedConversations:
         check_split("chats", split, SPLITS)

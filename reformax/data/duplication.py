@@ -1,15 +1,15 @@
 """Duplicate a sequence of symbols: the task on which the Reformer paper studies LSH attention.
 
 Kitaev, Kaiser, Levskaya 2020, "Reformer", section 2, "Analysis on a synthetic task": 0w0w for a
-random word w of 511 symbols from 1 to 127. To write the second w, a position must find the same
-place in the first, half the length before.
+random word w of 511 symbols from 1 to 127. To write the second w, a position must find its
+counterpart in the first, half the length before.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from reformax.data.drawn import drawn_task
+from reformax.data.synthetic import synthetic_task
 from reformax.declared import SettingError, Size, VocabSize, checked
 from reformax.task import Task
 
@@ -18,7 +18,7 @@ from reformax.task import Task
 def duplication(length: Size = 1024, vocab_size: VocabSize = 128, n_eval: Size = 512) -> Task:
     """Predict the second w of 0w0w; the loss counts nowhere else.
 
-    `reformax.data.drawn` says how examples are drawn.
+    `reformax.data.synthetic` says how examples are drawn.
 
     Args:
       length: tokens of an example, even; w has length / 2 - 1 symbols.
@@ -39,7 +39,7 @@ def duplication(length: Size = 1024, vocab_size: VocabSize = 128, n_eval: Size =
         weights[:, -word_len:] = 1
         return np.concatenate([half, half], axis=1), weights
 
-    return drawn_task(
+    return synthetic_task(
         "duplication",
         length=length,
         vocab_size=vocab_size,

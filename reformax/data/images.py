@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 from reformax.data import files
 from reformax.data.base import SPLITS, fingerprint, language_model
 from reformax.data.checks import check_fixed_length, check_sizes, check_split
-from reformax.data.draws import generator
+from reformax.data.rng import generator
 from reformax.data.splits import IMAGES, By, choose
 from reformax.declared import Bounds, Name, PathName, SettingError, checked
 from reformax.task import Batch, Task
@@ -95,10 +95,10 @@ def images(
         check_split("images", split, SPLITS)
         if split != "train" and split in paths:
             return stored(split)
-        place = np.arange(len(stored("train"))) % 10
-        cut = {of: number for of, number in _HELD_OUT.items() if of not in paths}
-        held_out = np.isin(place, list(cut.values()))
-        return stored("train")[place == cut[split] if split in cut else ~held_out]
+        remainder = np.arange(len(stored("train"))) % 10
+        cut = {name: i for name, i in _HELD_OUT.items() if name not in paths}
+        held_out = np.isin(remainder, list(cut.values()))
+        return stored("train")[remainder == cut[split] if split in cut else ~held_out]
 
     def summary() -> list[str]:
         sizes = [

@@ -21,7 +21,7 @@ from reformax.task import Batch, Documents, Task
 Text = Annotated[Task, Called("a text, such as text.text()")]
 Share = Annotated[float, Bounds(0.0, 1.0, name="a number from 0 to 1")]
 TASKS = tuple(questions.KINDS)
-# A sentence is put where a line begins, at most so many bytes after its place, or before it.
+# A sentence is put where a line begins, at most so many bytes after its depth, or before it.
 _LINE = 200
 
 Encode = Callable[[str], np.ndarray]

@@ -82,8 +82,8 @@ def key_of_file(path: Path, root: Path, is_split: Callable[[str], bool]) -> str:
 def order_of(keys: Int64[np.ndarray, " d"]) -> Int64[np.ndarray, " d"] | None:
     """The documents by number, those with one key together; None for the order that they have."""
     alone = keys == 0
-    unique, first, of = np.unique(keys, return_index=True, return_inverse=True)
-    rank = np.where(alone, np.arange(len(keys)), first[of])
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    rank = np.where(alone, np.arange(len(keys)), first[inverse])
     if (np.diff(rank) >= 0).all():
         return None
     return np.argsort(rank, kind="stable")
@@ -149,11 +149,11 @@ def _written_anew(folder: Path, shards, keys, order, shard_bytes: int) -> list[d
                 for block in data[begin : begin + length].blocks():
                     file.write(block)
                     crc = zlib.crc32(block, crc)
-        places = np.cumsum([0, *lengths[first : last - 1]], dtype=np.int64)
-        joined = places[firsts(keys[span], keys[first - 1] if first else 0)]
-        durable.write(Path(f"{path}.begins"), places.tobytes())
+        begins_in_file = np.cumsum([0, *lengths[first : last - 1]], dtype=np.int64)
+        joined = begins_in_file[firsts(keys[span], keys[first - 1] if first else 0)]
+        durable.write(Path(f"{path}.begins"), begins_in_file.tobytes())
         durable.write(Path(f"{path}.joined"), joined.tobytes())
-        facts = {"n": int(lengths[span].sum()), "begins": len(places), "crc": crc}
+        facts = {"n": int(lengths[span].sum()), "begins": len(begins_in_file), "crc": crc}
         found.append({"file": f"{new.name}/{path.name}", **facts, "joined": len(joined)})
         first = last
     for path in old:  # without the first one a shard counts as one to be made

@@ -14,7 +14,7 @@ from jaxtyping import Int, UInt8
 
 from reformax.data.base import SPLITS, fingerprint
 from reformax.data.checks import check_sizes, check_split, check_stride, of_split
-from reformax.data.draws import generator
+from reformax.data.rng import generator
 from reformax.declared import SettingError
 from reformax.task import Batch, DocumentPairs, Labels, Task
 
@@ -41,7 +41,7 @@ def labelled_task(
     """The task of predicting the class of each example of a split, each with weight 1.
 
     A step of training draws its examples uniformly, with replacement, by (seed, step). With
-    `in_order` it takes the next `batch_size`, from a place that goes by the seed, round and round.
+    `in_order` it takes the next `batch_size`, from an index that goes by the seed, and goes round.
 
     Args:
       name: the task's name in logs and errors.

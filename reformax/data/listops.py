@@ -20,8 +20,8 @@ from jaxtyping import Int, UInt8
 
 from reformax.data import files, splits, tables
 from reformax.data.base import SPLITS
-from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task, padded, stored_task
+from reformax.data.synthetic_blocks import Block, synthetic_blocks
 from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
 
@@ -114,7 +114,7 @@ def listops(
         return Block(tokens, np.concatenate(values)[:BLOCK].astype(np.uint8))
 
     stem = f"listops_{min_length}_{max_length}_{max_depth}_{max_args}"
-    kept = drawn_blocks(draw, BLOCK, data_seed, stem, cache_dir)
+    kept = synthetic_blocks(draw, BLOCK, data_seed, stem, cache_dir)
 
     made_by = (
         f"min_length={min_length}, max_length={max_length}, max_depth={max_depth}, "
@@ -211,7 +211,7 @@ class _Level(NamedTuple):
 
     tree: Int[np.ndarray, " m"]
     parent: Int[np.ndarray, " m"]  # among the operations of the level above
-    argument: Int[np.ndarray, " m"]  # its place among its siblings
+    argument: Int[np.ndarray, " m"]  # its index among its siblings
     n_args: Int[np.ndarray, " m"]  # 0: a digit
     word: Int[np.ndarray, " m"]  # the digit, or which operation
 
@@ -291,8 +291,8 @@ def _value(
     given = np.arange(arguments.shape[1]) < n_args[:, None]
     ordered = np.sort(np.where(given, arguments, 10), axis=1)
 
-    def at(place: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(ordered, place[:, None], axis=1)[:, 0]
+    def at(rank: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(ordered, rank[:, None], axis=1)[:, 0]
 
     median = (at((n_args - 1) // 2) + at(n_args // 2)) // 2
     total = np.where(given, arguments, 0).sum(axis=1) % 10

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_fixed_length, check_sizes, check_stride
-from reformax.data.draws import generator, philox
+from reformax.data.rng import generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 from reformax.task import Batch, Task
 

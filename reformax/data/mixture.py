@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from reformax.data.draws import generator
+from reformax.data.rng import generator
 from reformax.declared import Called, Positive, SettingError, checked
 from reformax.task import Batch, Documents, Task
 

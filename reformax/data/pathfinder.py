@@ -29,8 +29,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
+from reformax.data.synthetic_blocks import Block, synthetic_blocks
 from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
 
@@ -113,10 +113,10 @@ def pathfinder(
         copies, drawn_ones = np.divmod(numbers, n_train if split == "train" else n_eval)
         greys = np.empty((len(numbers), size * size), np.uint8)
         classes = np.empty(len(numbers), np.uint8)
-        rounds, places = np.divmod(drawn_ones, len(lengths))
-        for place in np.unique(places):
-            rows, length = places == place, lengths[place]
-            number = rounds[rows] * lengths.count(length) + lengths[:place].count(length)
+        rounds, indices = np.divmod(drawn_ones, len(lengths))
+        for i in np.unique(indices):
+            rows, length = indices == i, lengths[i]
+            number = rounds[rows] * lengths.count(length) + lengths[:i].count(length)
             greys[rows], classes[rows] = kept[length](split, number)
         images = turned(greys.reshape(-1, size, size), copies).reshape(greys.shape)
         return images.astype(np.int32) * levels // 256 + 1, classes
@@ -152,7 +152,7 @@ def _images(size: int, length: int, data_seed: int, data_dir: str | None):
         greys = painted(lines, size, LOOKS[size]).reshape(BLOCK, -1)
         return Block(greys, lines.connected.astype(np.uint8))
 
-    found = drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
+    found = synthetic_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
     _SHARED[key] = found
     return found
 
@@ -170,7 +170,7 @@ def turned(
 
 
 class Lines(NamedTuple):
-    """Images as lines; places are (row, column) of pixels' centres."""
+    """Images as lines; positions are (row, column) of pixels' centres."""
 
     dashes: Float[np.ndarray, "n d 2 2"]  # both ends of each; nan where there is none
     dots: Float[np.ndarray, "n 2 2"]
@@ -274,8 +274,8 @@ class _Canvas:
         n, look = len(curve.at), self._look
         if curve.dashes:
             widest = min(np.pi, np.pi / 2 / look.continuity)
-            place = np.arange(_TURNS) + self._rng.random((n, 1))
-            turns = widest * (2 * place / _TURNS - 1)
+            drawn = np.arange(_TURNS) + self._rng.random((n, 1))
+            turns = widest * (2 * drawn / _TURNS - 1)
             likely = np.cos(look.continuity * turns) ** 2
         else:
             turns, likely = np.zeros((n, 1)), np.ones((n, 1))
@@ -334,8 +334,8 @@ class _Canvas:
         begins, ends = (np.ascontiguousarray(x.transpose(2, 0, 1)) for x in (begins, ends))
         way = ends - begins
         for share in self._shares:
-            place = np.rint(begins + share * way).astype(int) + self._reach
-            y, x = np.minimum(np.maximum(place, 0), side - 1)
+            pixel = np.rint(begins + share * way).astype(int) + self._reach
+            y, x = np.minimum(np.maximum(pixel, 0), side - 1)
             owner = owners[first + y * side + x]
             free = free & ((owner == 0) | (owner == number))
         return free

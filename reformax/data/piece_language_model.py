@@ -45,21 +45,20 @@ def piece_language_model(
     Raises:
       ValueError: settings by the documents of a text without.
     """
-    masks_documents = windows.document_mask and segments is None
-    check_documents(borders, windows._replace(document_mask=masks_documents))
+    check_documents(borders, windows, segments)
     bytes_of = functools.partial(of_split, name, splits)
 
     @functools.cache
     def encoded(split: str) -> tuple[Any, Any, Any]:
         data = bytes_of(split)
-        if split != "train":  # of which the run's vocabulary was told when it was taken
+        if split != "train":  # whose loss the run's vocabulary reported already
             vocabulary.warn_of_loss(data, split)
         if encode is not None:
             return encode(split)
         found = vocabulary.encode_documents(bytes(data))
         positions = [
-            places and vocabulary.positions(bytes(data), found, places[split])
-            for places in (borders, segments)
+            begins and vocabulary.positions(bytes(data), found, begins[split])
+            for begins in (borders, segments)
         ]
         return found.ids, *(x if x is None else x[x < len(found.ids)] for x in positions)
 

@@ -277,8 +277,8 @@ class PieceVocabulary:
 
         if self._kept_in is None:
             return learn()
-        of = len(self._text), crc32_of(self._text), self.size, sorted(settings.items())
-        key = hashlib.sha256(repr((*of, SAMPLE, SENTENCE, BLOCK)).encode()).hexdigest()
+        facts = len(self._text), crc32_of(self._text), self.size, sorted(settings.items())
+        key = hashlib.sha256(repr((*facts, SAMPLE, SENTENCE, BLOCK)).encode()).hexdigest()
         path = self._kept_in / f"learnt-{key[:16]}.model"
         if path.is_file() and not path.is_symlink():
             return _read(path)

@@ -126,7 +126,7 @@ def multi_value(draw: Draw, depth: float, n: int) -> Episode:
     pairs = [(key, x) for x in numbers] + [(other, x) for x in others]
     found = sorted(_at_depths(draw, pairs), key=lambda one: one[0])
     hidden = [(at, _joined(_split(template, *pair))) for at, pair in found]
-    values = [value for _, (of, value) in found if of == key]
+    values = [value for _, (named, value) in found if named == key]
     return Episode(hidden, [_split(draw.sentence("values"), key, _list(values))], None)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from reformax.data.base import EOS, SPLITS, UNKNOWN
 from reformax.data.checks import check_held_out, check_sizes, check_split, check_stride
-from reformax.data.draws import generator, philox
+from reformax.data.rng import generator, philox
 from reformax.data.vocabulary import Numbers
 from reformax.declared import LARGEST, Bounds, SettingError, Size, checked
 from reformax.task import Batch, SentencePairs, Task, Translation

@@ -18,8 +18,8 @@ from jaxtyping import Int
 
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_sizes, check_split, check_stride
-from reformax.data.draws import generator, philox
 from reformax.data.packing import Rows, in_rows, laid_out, pack
+from reformax.data.rng import generator, philox
 from reformax.data.vocabulary import SentencePieces
 from reformax.declared import SettingError
 from reformax.task import Batch, SentencePairs, Task, Translation

@@ -50,7 +50,7 @@ class SentencePieceModel:
         return self._pieces.id_to_piece(i)
 
     def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
-        """How many ids of a text come before each of some characters, by their places, sorted.
+        """How many ids of a text come before each of some characters, whose positions are sorted.
 
         Exact where a piece ends before each, as learnt pieces do after a newline.
         """

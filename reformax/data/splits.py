@@ -156,7 +156,7 @@ def choose(
 
 def with_cut(rows: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
     """The rows of each split, of which those that are not there are every tenth row of train."""
-    cut = {place: split for split, place in _CUT.items() if split not in rows}
+    cut = {remainder: split for split, remainder in _CUT.items() if split not in rows}
     parts = {split: list(part) for split, part in rows.items()} | {"train": []}
     parts |= {split: [] for split in cut.values()}
     for number, row in enumerate(rows["train"]):

@@ -14,8 +14,8 @@ from jaxtyping import Int
 
 from reformax.data import files
 from reformax.data.base import SPLITS, fingerprint, split_bytes
-from reformax.data.draws import philox
 from reformax.data.labelled import labelled_task
+from reformax.data.rng import philox
 from reformax.data.stdlib import library_files
 from reformax.declared import Bounds, Seed, SettingError, Size, checked
 from reformax.task import Labels, Task
@@ -36,7 +36,7 @@ def stdlib_packages(
     Packages are the library's folders without its own tests, `test`. The text of each is split
     90/5/5 by bytes, its files in the order of their paths, so that held-out files, but for one at a
     border, are not trained on. A token is a byte plus 1. Example i is of class i % n_classes, at a
-    place that is a function of (data_seed, split, i). Figures depend on the Python that runs.
+    position that is a function of (data_seed, split, i). Figures depend on the Python that runs.
 
     Args:
       chunk_len: bytes of an example.

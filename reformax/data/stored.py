@@ -45,7 +45,7 @@ class FilePart(NamedTuple):
 class StoredArray:
     """Values in files, one after another, as far as they are needed like an array of NumPy.
 
-    A slice is an array of the same kind and reads nothing. Places and `np.asarray` read.
+    A slice is an array of the same kind and reads nothing. Indices and `np.asarray` read.
     """
 
     def __init__(self, parts: Sequence[FilePart], dtype: np.dtype | str, below: int | None = None):

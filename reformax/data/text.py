@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,8 +43,6 @@ from reformax.task import Task
 
 # Sources of so many bytes are read into memory at each start. Larger ones are prepared once.
 SMALL, SMALL_PIECES = 2**24, 2**20
-# The settings that a text is prepared by.
-DEFAULTS = {"pattern": "*", "field": "text", "raw": False, "splits": "by_name", "join_by": None}
 Offset = Annotated[int, Bounds(0, 2**16 - 1)]
 
 
@@ -171,6 +170,13 @@ def text(
     in_files = encode if folder else None
     task = piece_language_model("text", parts, pieces, outer, divided, inner, in_files)
     return _with_words(task, summary, joined is not None, hide_joined)
+
+
+# The settings that a text is prepared by, and their defaults.
+DEFAULTS = {
+    name: inspect.signature(text).parameters[name].default
+    for name in ("pattern", "field", "raw", "splits", "join_by")
+}
 
 
 def _with_words(

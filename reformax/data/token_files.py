@@ -186,8 +186,8 @@ def key_of(found: text_files.Found, settings: Mapping[str, Any]) -> str:
         total.update(repr(facts).encode())
         if number % every == 0:
             with open(path, "rb") as file:
-                for place in (0, state.st_size // 2, max(0, state.st_size - _SAMPLES)):
-                    total.update(os.pread(file.fileno(), _SAMPLES, place))
+                for offset in (0, state.st_size // 2, max(0, state.st_size - _SAMPLES)):
+                    total.update(os.pread(file.fileno(), _SAMPLES, offset))
     return total.hexdigest()
 
 
@@ -320,14 +320,14 @@ def make_shard(shard: TextShard, folder: Path) -> dict[str, Any]:
     n = crc = n_begins = 0
     keys, of_documents = shard.found.keys(), [b""]
     new = durable.new_file
-    with new(Path(f"{path}.bytes")) as data, new(Path(f"{path}.begins")) as places:
+    with new(Path(f"{path}.bytes")) as data, new(Path(f"{path}.begins")) as positions:
         for part, first in documents.pieces_of(shard.found, shard.spans, shard.field, keys):
             found = begins.of(part, first)
             if keys is not None:
                 of_documents.append(keys.take(len(found)).tobytes())
             with durable.explaining("written", path):
                 data.write(part)
-                places.write(found)
+                positions.write(found)
             n, n_begins, crc = n + len(part), n_begins + len(found), zlib.crc32(part, crc)
     if keys is not None:
         durable.write(Path(f"{path}.keys"), b"".join(of_documents))

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
 
-from reformax.data.draws import generator, in_epochs
 from reformax.data.lengths import Lengths, Range
+from reformax.data.rng import generator, in_epochs
 from reformax.data.stored import windows_of
 
 # Where training windows of a text begin; see `document_starts` and `each_once`.

@@ -213,12 +213,12 @@ def cache_specs(op: AttentionOp, cache: T) -> T:
     def of_part(axis: int | None, part):
         over_positions = () if axis is None else (*[None] * (axis - 1), devices.CONTEXT)
 
-        def of(x):
+        def spec(x):
             if isinstance(x, SharedByBatch):
                 return jax.tree.map(lambda _: Spec(), x)
             return Spec(devices.ROWS, *over_positions)
 
-        return jax.tree.map(of, part, is_leaf=lambda x: isinstance(x, SharedByBatch))
+        return jax.tree.map(spec, part, is_leaf=lambda x: isinstance(x, SharedByBatch))
 
     axes = op.cache_axes(cache) if divided else None
     return jax.tree.map(of_part, axes, cache, is_leaf=lambda x: x is None)

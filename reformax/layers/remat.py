@@ -169,14 +169,14 @@ def _stored(
     for x in program.outvars:
         if id(x) not in given:
             index.setdefault(id(x), len(index))
-    places = [index.get(id(x)) for x in program.outvars]
+    indices = [index.get(id(x)) for x in program.outvars]
 
     out, vjp = jax.vjp(function, *arrays)
     leaves, tree = jax.tree.flatten(vjp)
-    found = dict(zip(reversed(places), reversed([out, *leaves]), strict=True))
+    found = dict(zip(reversed(indices), reversed([out, *leaves]), strict=True))
 
     def restore(values: list[Array]) -> Callable:
-        filled = [x if i is None else values[i] for i, x in zip(places[1:], leaves, strict=True)]
+        filled = [x if i is None else values[i] for i, x in zip(indices[1:], leaves, strict=True)]
         return tree.unflatten(filled)
 
     return [found[i] for i in range(len(index))], restore

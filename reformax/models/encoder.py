@@ -22,7 +22,7 @@ from reformax.declared import Bounds, Count, SettingError, Size
 from reformax.models.arguments import check_tokens
 from reformax.models.backbone import Backbone
 from reformax.models.base import ROTARY, AttentionType, Residual, Reversible, cycle_of
-from reformax.models.logits import affine, affine_params, capped, logits_product
+from reformax.models.logits import capped, linear, linear_params, logits_product
 from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh
 from reformax.ops.masking.masks import Tokens
@@ -139,11 +139,11 @@ class Classifier(Encoder):
         if has_cls:
             params["cls"] = self.embeddings(jax.random.fold_in(rng, 5), 1)[0]
         if self.d_classifier is not None:
-            params["hidden"] = affine_params(rng_h, d_in, self.d_classifier, self.design.init_std)
+            params["hidden"] = linear_params(rng_h, d_in, self.d_classifier, self.design.init_std)
             d_in = self.d_classifier
         sizes, design = (d_in, self.n_classes), self.design
         return params | {
-            "logits": affine_params(rng_l, *sizes, design.init_std, design.logits_bias)
+            "logits": linear_params(rng_l, *sizes, design.init_std, design.logits_bias)
         }
 
     def features(self, params, inputs, rng=None) -> Float[Array, "B 1 D"]:
@@ -187,8 +187,8 @@ class Classifier(Encoder):
     ) -> Float[Array, "*d C"]:
         """Unnormalised log-probabilities of the classes, in `dtype`."""
         if self.d_classifier is not None:
-            features = jax.nn.relu(affine(params["hidden"], features, self.width))
-        logits = affine(params["logits"], features, self.width, dtype)
+            features = jax.nn.relu(linear(params["hidden"], features, self.width))
+        logits = linear(params["logits"], features, self.width, dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(self, params, *inputs: Int[Array, "B T"], rng=None) -> Float[Array, "B 1 C"]:
@@ -215,7 +215,7 @@ class MaskedLanguageModel(Encoder):
         *rngs, rng_h = jax.random.split(rng, 4)
         sizes, design = (self.d_features, self.d_model), self.design
         return self.init_backbone(rngs, shape) | {
-            "hidden": affine_params(rng_h, *sizes, design.init_std),
+            "hidden": linear_params(rng_h, *sizes, design.init_std),
             "head_norm": self._head_norm.init_params(None, (self.d_model,)),
             "logits": {"b": jnp.zeros(self.vocab_size)} if design.logits_bias else {},
         }
@@ -228,7 +228,7 @@ class MaskedLanguageModel(Encoder):
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"
     ) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
-        x = jax.nn.gelu(affine(params["hidden"], features, self.width), approximate=False)
+        x = jax.nn.gelu(linear(params["hidden"], features, self.width), approximate=False)
         x = self._head_norm.apply(params["head_norm"], x)
         bias = params["logits"].get("b")
         logits = logits_product(x, params["embedding"], self.width, bias, dtype)

@@ -19,7 +19,7 @@ from reformax.declared import Count, SettingError, Unsupported
 from reformax.models.arguments import Capacity, check_capacity, check_embedding, check_tokens
 from reformax.models.backbone import Backbone
 from reformax.models.base import AttentionType, Residual, Reversible
-from reformax.models.logits import affine, affine_params, capped, logits_product
+from reformax.models.logits import capped, linear, linear_params, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 from reformax.ops.decoding.cache import take_rows, where_rows
@@ -86,7 +86,7 @@ class LanguageModel(Backbone):
         if not self.tie_embeddings:
             sizes = self.d_features, self.vocab_size
             design = self.design
-            params["logits"] = affine_params(rng_l, *sizes, design.init_std, design.logits_bias)
+            params["logits"] = linear_params(rng_l, *sizes, design.init_std, design.logits_bias)
         return params
 
     def features(
@@ -185,7 +185,7 @@ class LanguageModel(Backbone):
             table = params.get("softmax", params["embedding"])  # the former for decoding
             logits = logits_product(features, table, self.width, to=dtype)
         else:
-            logits = affine(params["logits"], features, self.width, dtype)
+            logits = linear(params["logits"], features, self.width, dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(

@@ -58,15 +58,15 @@ def _backward(dtype, to, inputs, gradient):
 _logits.defvjp(lambda inputs, *dtypes: (_logits(inputs, *dtypes), inputs), _backward)
 
 
-def affine_params(
+def linear_params(
     rng, d_in: int, d_out: int, init_std: float | None = None, bias: bool = True
 ) -> dict[str, Array]:
-    """Weights of `affine`: `w [d_in, d_out]`, after Glorot or of `init_std`, and `b`, zeros."""
+    """Weights of `linear`: `w [d_in, d_out]`, after Glorot or of `init_std`, and `b`, zeros."""
     drawn = glorot if init_std is None else jax.nn.initializers.normal(init_std)
     return {"w": drawn(rng, (d_in, d_out))} | ({"b": jnp.zeros(d_out)} if bias else {})
 
 
-def affine(
+def linear(
     params, x: Float[Array, "*d D"], dtype: str, to: str = "float32"
 ) -> Float[Array, "*d V"]:
     """`x w + b`, or `x w`, in `to`, by `logits_product`."""

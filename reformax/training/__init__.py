@@ -8,7 +8,7 @@ Where to look:
 * What it computes: `step.step_fn` makes the compiled step, and `step.mean_loss` the loss, by
   `loss.cross_entropy`. `metrics` has a function for each metric, `optimizer` the updates.
 * Settings: `settings.TrainSettings`, `stages.Stage`, `evaluations.Evaluation`.
-* Scores: `evaluation.evaluate` scores a split; `scores` those of a run; `by_position`, `samples`.
+* Scores: `evaluation.evaluate` scores a split, `evaluator` a run's own; `by_position`, `samples`.
 * Checkpoints: `checkpoint`; `arrays` and `array_reader` below it; `manifest`, `description`.
 * What one sees: `step_log` to `record`, and from there `record_lines`, `events`, `curves`.
 * Before a run: `dry_run`, `capacity`, `forecast`; while it goes on: `profile`, `utilization`.

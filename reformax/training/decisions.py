@@ -54,7 +54,7 @@ class Decisions:
             self._processes.request_stop(str(int(self._interrupt.signal or 0)))
         if not self._processes.first:
             go_on()
-        tick = Tick(*self._processes.same(self._decide))
+        tick = Tick(*self._processes.broadcast(self._decide))
         if self._processes.first:
             go_on()
         return tick

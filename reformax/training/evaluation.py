@@ -244,7 +244,7 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
         raise SettingError(f"max_tokens={max_tokens} must be at least 1, or None for all")
     n_targets = task.n_targets(split)
     budget = n_targets if max_tokens is None else min(max_tokens, n_targets)
-    return partial(in_budget, budget=budget, of=n_targets), budget
+    return partial(in_budget, budget=budget, n_targets=n_targets), budget
 
 
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
@@ -271,9 +271,9 @@ def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iter
     return ((index, one(batch)) for index, batch in enumerate(batches) if chosen(index))
 
 
-def in_budget(index: int, budget: int, of: int) -> bool:
-    """Whether a batch is among those, evenly spread, that hold `budget` of `of` targets."""
-    return -(-(index + 1) * budget // of) > -(-index * budget // of)
+def in_budget(index: int, budget: int, n_targets: int) -> bool:
+    """Whether a batch is among those, evenly spread, that hold `budget` of all targets."""
+    return -(-(index + 1) * budget // n_targets) > -(-index * budget // n_targets)
 
 
 class _Totals:

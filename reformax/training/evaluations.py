@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from reformax import task as task_lib
 from reformax.declared import Name, SettingError, Size, check_fields
 from reformax.training.loss import metric_name
 from reformax.training.metrics import METRICS
-from reformax.training.stages import Task
+from reformax.training.stages import Task, check_vocabulary
 
 # What other lines of the record have as their split.
 RESERVED = ("train", "data", "note", "sample")
@@ -75,41 +76,53 @@ class ResolvedEvaluation(NamedTuple):
         return {"batch_size": self.batch_size, "length": self.length, "stride": self.stride}
 
 
+def sizes_of(
+    batch_size: int | None, length: int | None, stride: int | None, default: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes of an evaluation. None is the default's, but for the stride of a given length.
+
+    That is the length itself: the default's stride belongs to the default's length.
+    """
+    if stride is None:
+        stride = default["stride"] if length is None else length
+    return {
+        "batch_size": batch_size or default["batch_size"],
+        "length": length or default["length"],
+        "stride": stride,
+    }
+
+
 def resolved(label: str, given: Evaluation, main: ResolvedEvaluation) -> ResolvedEvaluation:
     """An evaluation with the values of the run's own.
 
     Raises:
       SettingError: a name that lines have, or a task, a stride or a metric that does not fit.
     """
-    name, task, length = f"evaluations[{label!r}]", given.task or main.task, given.length
+    name, task = f"evaluations[{label!r}]", given.task or main.task
+    sizes = sizes_of(given.batch_size, given.length, given.stride, main.sizes)
     if label in (*RESERVED, main.label):
         raise SettingError(
             f"{name} has the name of other lines of the record: choose another than "
             f"{', '.join((*RESERVED, main.label))}"
         )
-    if task.kept_vocabulary is not main.task.kept_vocabulary:
+    check_vocabulary(name, task, main.task)
+    if sizes["stride"] > sizes["length"]:
         raise SettingError(
-            f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
-            "it of the same vocabulary object as task"
+            f"{name}.stride={given.stride} must not be above its length of {sizes['length']}"
         )
-    length = length or main.length
-    if (given.stride or 1) > length:
-        raise SettingError(f"{name}.stride={given.stride} must not be above its length of {length}")
     metrics = _metrics(task)
     if given.metric not in (None, *metrics):
         raise SettingError(f"{name}.metric={given.metric!r} is none of {', '.join(metrics)}")
     return ResolvedEvaluation(
-        label,
-        name,
-        task,
-        given.split or main.split,
-        given.metric or metrics[0],
-        given.batch_size or main.batch_size,
-        length,
-        given.stride or (main.stride if given.length is None else length),
-        given.tokens,
-        given.whole,
-        given.every,
+        label=label,
+        name=name,
+        task=task,
+        split=given.split or main.split,
+        metric=given.metric or metrics[0],
+        **sizes,
+        tokens=given.tokens,
+        whole=given.whole,
+        every=given.every,
     )
 
 

@@ -52,7 +52,7 @@ def _see_together(folder: Path, processes: Processes) -> None:
     if processes.count == 1 or file in _seen:
         return
     _seen.add(file)
-    token = processes.same(lambda: secrets.token_hex(8))
+    token = processes.broadcast(lambda: secrets.token_hex(8))
 
     def look() -> None:
         end = time.monotonic() + _SEEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -69,6 +70,11 @@ class RateSchedule:
 def rising(step, warmup_steps: int):
     """The share of the peak that a linear warm-up has reached; `step` counts from 1."""
     return jnp.minimum(1.0, step / max(warmup_steps, 1))
+
+
+def steps_in(share: float, steps: int) -> int:
+    """The whole steps in a share of `steps`: 29 in 0.29 of 100, though the product is below 29."""
+    return math.floor(share * steps + 1e-6)
 
 
 def check_schedule(schedule: optax.Schedule) -> None:

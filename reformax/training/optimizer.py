@@ -11,7 +11,6 @@ is the optimizer of a run of so many steps. `loop.train` calls it.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -32,7 +31,13 @@ from reformax.declared import (
     Size,
     checked,
 )
-from reformax.training.learning_rates import LearningRate, RateSchedule, check_schedule, rising
+from reformax.training.learning_rates import (
+    LearningRate,
+    RateSchedule,
+    check_schedule,
+    rising,
+    steps_in,
+)
 from reformax.training.muon_matrices import (
     MATRICES,
     READOUTS,
@@ -160,9 +165,7 @@ def trapezoid(
     `steps` None are those of the run.
     """
 
-    def falling(steps: int) -> int:
-        return math.floor(decay_fraction * steps + 1e-6)  # 0.29 of 100 is 29
-
+    falling = functools.partial(steps_in, decay_fraction)
     if steps is not None and warmup_steps + falling(steps) > steps:
         raise SettingError(
             f"trapezoid.warmup_steps={warmup_steps} and decay_fraction={decay_fraction} overlap in "

@@ -81,7 +81,7 @@ class Processes:
         """The same processes, for another thread's use."""
         return Processes(f"{self._name}/{name}", self.index, self.count)
 
-    def same(self, decide: Callable[[], T]) -> T:
+    def broadcast(self, decide: Callable[[], T]) -> T:
         """Runs `decide` on process 0 and broadcasts the result.
 
         Args:
@@ -106,9 +106,9 @@ class Processes:
         return value
 
     def by_first(self, do: Callable[[], T]) -> T | None:
-        """Calls `do` in process 0 alone and returns what it returned there; raises as `same`."""
+        """Calls `do` in process 0 alone; returns its result there. Raises as `broadcast`."""
         done: list[T] = []
-        self.same(lambda: done.append(do()))
+        self.broadcast(lambda: done.append(do()))
         return done[0] if done else None
 
     def by_all(self, do: Callable[[], T]) -> list[T]:
@@ -139,12 +139,12 @@ class Processes:
             return values
 
         try:
-            return self.same(collect)
+            return self.broadcast(collect)
         except Exception as of_another:
             raise error or of_another from None
 
-    def meet(self) -> None:
-        """A barrier: returns when every process has called it."""
+    def barrier(self) -> None:
+        """Returns when every process has called it."""
         self.by_all(lambda: None)
 
     def compare(self, facts: Mapping[str, str]) -> None:

@@ -21,11 +21,11 @@ from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.decisions import Decisions
+from reformax.training.evaluator import Evaluator
 from reformax.training.lock import Lock
 from reformax.training.messages import Messages
 from reformax.training.processes import Processes
 from reformax.training.samples import Samples
-from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
 from reformax.training.step_log import StepLog
 
@@ -43,7 +43,7 @@ class Run:
         `step.step_fn`.
       batches: those of the steps to come, on the devices.
       measure_kept_mass: (params, inputs, rng) -> {layer: share}, see `kept_mass.measure_fn`.
-      scores: the evaluations, by their labels.
+      evaluators: of the evaluations, by their labels.
       samples: writes text.
       checkpoints: of the folder.
       kept: the values that every checkpoint keeps, such as the data's fingerprints.
@@ -64,7 +64,7 @@ class Run:
     train_steps: list[Callable[..., tuple[step_lib.TrainState, dict[str, Any]]]]
     batches: Iterator[Any]
     measure_kept_mass: Callable[[Any, Any, jax.Array], dict[int, jax.Array]]
-    scores: dict[str, Scores]
+    evaluators: dict[str, Evaluator]
     samples: Samples
     checkpoints: Checkpoints
     kept: dict[str, Any]
@@ -89,7 +89,7 @@ class RunState:
     Attributes:
       arrays: parameters, the optimizer's state and the moving average, on the devices.
       step: steps done.
-      scores: the evaluations after this step, by their labels, as `Scores.of` returns them.
+      scores: those after this step, by their labels, as `Evaluator.evaluate` returns them.
       saved: what the last checkpoint holds, as `to_save` has it.
       unreported: the step of a save that is not reported yet.
       program: the key of the last step's program.
@@ -141,7 +141,7 @@ def report_kept_mass(run: Run, state: RunState, inputs: Any) -> None:
 
 def is_scored(run: Run, state: RunState, label: str, last: bool) -> bool:
     """Whether this step has the evaluation that it needs as the run's last, or as another."""
-    return run.scores[label].finished(state.scores.get(label), last)
+    return run.evaluators[label].finished(state.scores.get(label), last)
 
 
 def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
@@ -156,19 +156,19 @@ def evaluate(run: Run, state: RunState, label: str, last: bool) -> None:
       FloatingPointError: the score is not finite.
     """
     run.log.drain()
-    scores, params = run.scores[label], state.arrays.eval_params
+    evaluator, params = run.evaluators[label], state.arrays.eval_params
 
     def stop() -> bool:
         return run.decisions.now().stopping
 
-    score = scores.of(params, state.step, last, stop)
+    score = evaluator.evaluate(params, state.step, last, stop)
     run.log.pause()
     if score is None:
         return
     run.log.record.write(state.step, label, score, {"seconds": run.log.seconds()}, tag="eval")
     run.log.record.plot()
     if run.settings.progress:
-        run.log.bar.say(f"step {state.step}: {scores.words(score)}")
+        run.log.bar.say(f"step {state.step}: {evaluator.words(score)}")
     state.scores[label] = score
     if label == run.main:
         run.samples.write(params, state.step, last, run.log, stop)
@@ -198,7 +198,7 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
         raise FloatingPointError(f"parameters are not finite after step {state.step}")
     data, extra = run.kept["data"], dict(run.kept)
     found = {
-        label: {"scored": run.scores[label].kind(data), "evaluation": score}
+        label: {"scored": run.evaluators[label].kind(data), "evaluation": score}
         for label, score in state.scores.items()
     }
     main_score = state.scores.get(run.main)
@@ -214,7 +214,7 @@ def save(run: Run, state: RunState, temporary: bool = False) -> None:
     run.checkpoints.save(
         state.step,
         state.arrays,
-        None if main_score is None else main_score[run.scores[run.main].metric],
+        None if main_score is None else main_score[run.evaluators[run.main].metric],
         run.config,
         check_folder,
         temporary,
@@ -256,10 +256,10 @@ def result_of(run: Run, state: RunState) -> dict[str, Any]:
         step = run.checkpoints.best_step(skip_unreadable=True)
         return [step, None if step is None else run.checkpoints.score(step)]
 
-    best_step, best_score = run.processes.same(best)
+    best_step, best_score = run.processes.broadcast(best)
     number = run.decisions.now().signal
     others = {label: score for label, score in state.scores.items() if label != run.main}
-    metric = run.scores[run.main].metric
+    metric = run.evaluators[run.main].metric
     score = state.scores.get(run.main) or {metric: None, "n_targets": 0, "whole": False}
     if "whole_split" in score:
         score = {**score["whole_split"], "whole": True}
@@ -273,10 +273,11 @@ def result_of(run: Run, state: RunState) -> dict[str, Any]:
         "n_targets": score["n_targets"],
         "whole": score["whole"],
         "best_step": best_step,
-        "best_whole": not run.scores[run.main].of_part,
+        "best_whole": not run.evaluators[run.main].of_part,
         "best_" + metric: best_score,
         "evaluations": {
-            label: {"metric": run.scores[label].metric, **score} for label, score in others.items()
+            label: {"metric": run.evaluators[label].metric, **score}
+            for label, score in others.items()
         },
         "n_params": run.n_params,
         "output_dir": str(run.folder),

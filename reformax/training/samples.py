@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from reformax.declared import SettingError
 from reformax.generation import decoding
-from reformax.generation.alphabets import N_BYTES, alphabet_of
+from reformax.generation.tokenizers import N_BYTES, tokenizer_of
 from reformax.task import TaskModel
 from reformax.training import side_channels
 from reformax.training.settings import TrainSettings
@@ -34,7 +34,7 @@ class Samples:
         self._best_effort = side_channels.BestEffort("the sample of text")
         self._writes = bool(settings.prompts)
         task = settings.task
-        self._alphabet = alphabet_of(
+        self._tokenizer = tokenizer_of(
             task.vocabulary, task.vocab_size - N_BYTES if task.of_bytes else None
         )
 
@@ -85,7 +85,7 @@ class Samples:
                     return
             rows = np.concatenate(blocks, axis=1).tolist()
             texts = [
-                _printable(self._alphabet.stream()([*prompt, *new], True))
+                _printable(self._tokenizer.stream()([*prompt, *new], True))
                 for prompt, new in zip(self._prompts(), rows, strict=True)
             ]
             log.record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
@@ -95,7 +95,7 @@ class Samples:
 
     def _prompts(self) -> list[list[int]]:
         """The tokens of the prompts; raises `SettingError` for text that is none of the task's."""
-        return [self._alphabet.encode(prompt.encode()) for prompt in self._settings.prompts]
+        return [self._tokenizer.encode(prompt.encode()) for prompt in self._settings.prompts]
 
     def _blocks(self, params: Any) -> Iterator[np.ndarray]:
         """New tokens of each prompt; the call raises what the model or the prompts do not allow."""

@@ -34,7 +34,15 @@ from reformax.training.evaluations import Evaluation, ResolvedEvaluation
 from reformax.training.fine_tuning import FineTuning
 from reformax.training.loss import metric_name
 from reformax.training.mesh import Sizes
-from reformax.training.stages import Model, ResolvedStage, Stage, Task, end_of, resolved
+from reformax.training.stages import (
+    Model,
+    ResolvedStage,
+    Stage,
+    Task,
+    check_vocabulary,
+    end_of,
+    resolved,
+)
 
 Transformation = Annotated[
     optax.GradientTransformation, Called("an optimizer, such as optimizer.adamw()")
@@ -170,10 +178,10 @@ class TrainSettings:
 
     def __post_init__(self):
         check_fields(self)
-        length = self.eval_length or self.length
-        if self.eval_stride is not None and self.eval_stride > length:
+        own = self.main_evaluation
+        if own.stride > own.length:
             raise SettingError(
-                f"eval_stride={self.eval_stride} must not be above eval_length={length}"
+                f"eval_stride={own.stride} must not be above eval_length={own.length}"
             )
         for name in ("fresh_heads", "fresh_ops"):
             if getattr(self, name) and self.init_from is None:
@@ -191,11 +199,7 @@ class TrainSettings:
                     f"steps={ends[-1]}"
                 )
         for stage in self.all_stages:
-            if stage.task.kept_vocabulary is not self.task.kept_vocabulary:
-                raise SettingError(
-                    f"{stage.name}.task is {stage.task.name}, whose vocabulary is not the run's: "
-                    "leave it out, or make it of the same vocabulary object as task"
-                )
+            check_vocabulary(stage.name, stage.task, self.task)
             if stage.fine_tuning is not None and self.fine_tuning is not None:
                 raise SettingError(
                     f"{stage.name}.fine_tuning and the run's fine_tuning are both set: leave one "
@@ -209,15 +213,15 @@ class TrainSettings:
         return self.sample_prompts or ("",) * (self.sample_every is not None)
 
     def _check_samples(self) -> None:
-        every, of = self.sample_every, self.eval_every
+        every = self.sample_every
         if self.task.kind != "text":
             raise SettingError(
                 f"sample_every is {every} and task {self.task.name} is no text: leave it out"
             )
-        if of is None or every % of:
+        if self.eval_every is None or every % self.eval_every:
             raise SettingError(
-                f"sample_every={every} must be a multiple of eval_every={of}, for a sample follows "
-                "an evaluation: change one of them"
+                f"sample_every={every} must be a multiple of eval_every={self.eval_every}, for a "
+                "sample follows an evaluation: change one of them"
             )
 
     @functools.cached_property
@@ -260,16 +264,15 @@ class TrainSettings:
     @functools.cached_property
     def main_evaluation(self) -> ResolvedEvaluation:
         """The evaluation of the run, by which a checkpoint is the best."""
-        length = self.eval_length or self.length
+        of_training = dict(batch_size=self.batch_size, length=self.length, stride=self.length)
+        given = self.eval_batch_size, self.eval_length, self.eval_stride
         return ResolvedEvaluation(
             label=self.eval_split,
             name="",
             task=self.task,
             split=self.eval_split,
             metric=metric_name(self.task),
-            batch_size=self.eval_batch_size or self.batch_size,
-            length=length,
-            stride=self.eval_stride or length,
+            **evaluations_lib.sizes_of(*given, of_training),
             tokens=self.eval_tokens,
             whole=self.eval_whole,
             every=self.eval_every,

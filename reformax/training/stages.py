@@ -6,7 +6,6 @@ Parameters, the optimizer's state and the learning rate's schedule are one over 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from reformax import task as task_lib
 from reformax.declared import Bounds, Called, SettingError, Size, check_fields
 from reformax.training.fine_tuning import FineTuning
+from reformax.training.learning_rates import steps_in
 
 Task = Annotated[task_lib.Task, Called("a task, such as stdlib.stdlib()")]
 Share = Annotated[
@@ -97,8 +97,17 @@ def naming(stage: Any, fix: str = "") -> Iterator[None]:
 def end_of(stage: Stage, steps: int) -> int:
     """The last step of a stage in a run of `steps` steps."""
     if stage.until < 1:
-        return math.floor(float(stage.until) * steps + 1e-6)  # 0.29 of 100 is 29
+        return steps_in(float(stage.until), steps)
     return int(stage.until)
+
+
+def check_vocabulary(name: str, task: task_lib.Task, of_run: task_lib.Task) -> None:
+    """Raises `SettingError` for a task, of what has this name, of another vocabulary."""
+    if task.kept_vocabulary is not of_run.kept_vocabulary:
+        raise SettingError(
+            f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
+            "it of the same vocabulary object as task"
+        )
 
 
 def resolved(stages: Sequence[Stage], last: ResolvedStage) -> list[ResolvedStage]:

@@ -33,6 +33,7 @@ from reformax.training import mesh as mesh_lib
 from reformax.training.callbacks import Callbacks, Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.decisions import Decisions
+from reformax.training.evaluator import Evaluator
 from reformax.training.first_state import RestoredRun
 from reformax.training.folder import tell_changes, write_config
 from reformax.training.interrupt import Interrupt
@@ -47,7 +48,6 @@ from reformax.training.run import Run, RunState, report_notes, report_saves
 from reformax.training.run_setup import Setup
 from reformax.training.samples import SPLIT as SAMPLES
 from reformax.training.samples import Samples
-from reformax.training.scores import Scores
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage, naming
 from reformax.training.step_log import StepLog
@@ -84,7 +84,7 @@ def _open(
     together = processes.branch("checkpoints")
     checkpoints = Checkpoints(folder, settings.keep, together, settings.checkpoint_copies)
     evaluations = settings.all_evaluations
-    scores = {one.label: Scores(models.eval, settings, mesh, one) for one in evaluations}
+    evaluators = {one.label: Evaluator(models.eval, settings, mesh, one) for one in evaluations}
     samples = Samples(models.eval, settings, mesh)
     interrupt, callbacks = Interrupt(messages.acknowledge), Callbacks(settings.callbacks)
     decisions = Decisions(processes, interrupt, callbacks, messages.acknowledge)
@@ -100,9 +100,9 @@ def _open(
     restored = first_state.restore_or_init(setup, checkpoints, newest, vocabulary)
     processes.compare({f"the data of {split}": x for split, x in restored.data.items()})
     samples.check(restored.state.eval_params, messages.note)
-    state = _state_of(restored, scores)
+    state = _state_of(restored, evaluators)
     # Whether the run computes anything by its config.
-    used = state.step < settings.steps or not all(map(state.scores.get, scores))
+    used = state.step < settings.steps or not all(map(state.scores.get, evaluators))
     _say_beginning(setup, restored, folder, processes.count, messages.say)
     if settings.config_text is not None and processes.first:  # before minutes go into compiling
         tell_changes(folder, settings.config_text(), used, messages.say)
@@ -113,7 +113,7 @@ def _open(
     batch = partial(_batch, settings)
     train_steps, batches = compiled_steps.compiled(setup, restored, batches, batch, messages.say)
     # Now the config is known to be the run's own, and that it can run.
-    processes.meet()
+    processes.barrier()
     processes.by_first(lambda: checkpoints.tidy(messages.note))
     config = None
     if settings.config_text is not None:
@@ -131,7 +131,7 @@ def _open(
         train_steps=train_steps,
         batches=batches,
         measure_kept_mass=kept_mass.measure_fn(models.train[-1], mesh, settings.accumulate),
-        scores=scores,
+        evaluators=evaluators,
         samples=samples,
         checkpoints=checkpoints,
         kept=_kept(settings, restored, vocabulary),
@@ -186,13 +186,13 @@ def _vocabulary(
     if settings.task.kept_vocabulary is not None:  # which may be learnt first, in minutes
         say("tokenizing")
     keep = partial(run_setup.keep_vocabulary, settings, checkpoints, newest)
-    fingerprint = processes.same(partial(keep, newest is not None))
+    fingerprint = processes.broadcast(partial(keep, newest is not None))
     return fingerprint if processes.first else keep(True)
 
 
-def _state_of(restored: RestoredRun, scores: dict[str, Scores]) -> RunState:
+def _state_of(restored: RestoredRun, evaluators: dict[str, Evaluator]) -> RunState:
     """The state to go on from, with those scores of its step that this run's evaluations have."""
-    info, main = restored.info, next(iter(scores))
+    info, main = restored.info, next(iter(evaluators))
     saved = {label: one for label, one in info.get("evaluations", {}).items() if label != main}
     if info.get("evaluation") is not None:
         saved = {main: {name: info.get(name) for name in ("scored", "evaluation")}} | saved
@@ -200,7 +200,7 @@ def _state_of(restored: RestoredRun, scores: dict[str, Scores]) -> RunState:
     found = {
         label: one["evaluation"]
         for label, one in saved.items()
-        if label in scores and one["scored"] == scores[label].kind(restored.data)
+        if label in evaluators and one["scored"] == evaluators[label].kind(restored.data)
     }
     state = RunState(restored.state, restored.step, found)
     state.saved = state.to_save if info else None

@@ -68,10 +68,10 @@ def read(
 def _without(names: Collection[str], tree: Any) -> Any:
     """The tree with None for what is in a part of one of these names."""
 
-    def of(path, x):
+    def kept(path, x):
         return None if any(getattr(key, "key", None) in names for key in path) else x
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(kept, tree)
 
 
 def found(init_from: str | os.PathLike) -> tuple[Path, int]:

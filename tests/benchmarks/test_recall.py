@@ -118,6 +118,8 @@ SIZES = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
 MEMBERS = recall_rows.Members([1e-3], [0])
 
 
+# A process trains a row, and rows that a file has are not trained again, in two other tests.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op", [flash.flash(), pytest.param(lsh.lsh(chunk_len=4), marks=pytest.mark.slow)]
 )

@@ -4,7 +4,6 @@ import json
 import types
 from pathlib import Path
 
-import gin
 import jax
 import pytest
 
@@ -25,7 +24,6 @@ def test_scaling_refuses_a_model_of_no_text(monkeypatch):
     monkeypatch.setattr(configured.stdlib, "stdlib", lambda: text)
     with pytest.raises(SettingError, match="continues text, and model TransformerEncoder names"):
         scaling.main(["--config_file=listops_short.gin"])
-    gin.clear_config()
 
 
 def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):
@@ -49,7 +47,6 @@ def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monk
         monkeypatch.setattr(scaling, "measure", measured.append)
         scaling.main(flags)
         settings = configured.from_config(measured[0].config_file, measured[0].config)
-        gin.clear_config()
         assert settings.batch_size * settings.length in (2**16, 2**20)
     monkeypatch.undo()
 

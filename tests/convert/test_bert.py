@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import sys
 
 import jax
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import evaluate
-from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face
 from reformax.convert.spec import Op, Spec
@@ -100,13 +98,8 @@ def test_logits_are_those_of_the_equations(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_with_its_tokenizer_becomes_a_run_that_is_scored(tmp_path, monkeypatch, capsys):
+def test_a_folder_with_its_tokenizer_becomes_a_run_that_is_scored(tmp_path, call):
     from tokenizers import Tokenizer, models, pre_tokenizers
-
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        return code, *capsys.readouterr()
 
     known = ["[PAD]", "[UNK]", "[MASK]", *"abcdefgh", *(f"w{i}" for i in range(280))]
     model = models.WordLevel({x: i for i, x in enumerate(known)}, unk_token="[UNK]")

@@ -4,14 +4,12 @@ import errno
 import json
 import math
 import re
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 import evaluate
-from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import check, hugging_face, run_folder, trax_files, trax_models
 from reformax.convert.spec import Op, Spec
@@ -68,21 +66,8 @@ def random_params(spec):
     return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs a script's `main` as its command line does: `(exit code, stdout, stderr)`."""
-
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-def convert(run, source, target, *flags):
-    return run(command.main, f"--from={source}", f"--to={target}", *flags)
+def convert(call, source, target, *flags):
+    return call(command.main, f"--from={source}", f"--to={target}", *flags)
 
 
 def same_file(one, other):
@@ -93,29 +78,29 @@ def same_file(one, other):
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
+def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, call):
     hugging_face.write(
         tmp_path / "hf", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {"eos_token_id": 2}
     )
-    code, out, err = convert(run, tmp_path / "hf", tmp_path / "run")
+    code, out, err = convert(call, tmp_path / "hf", tmp_path / "run")
     assert (code, err) == (0, "") and "check: logits differ by at most 0," in out
     last = re.fullmatch(r"(\d+\.\d) s, at most ([\d,]+) MiB of the process.*", out.split("\n")[-2])
     assert 0 < float(last[1]) < 600 and 100 < int(last[2].replace(",", "")) < 100_000
     (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}"]
-    code, out, err = run(evaluate.main, *flags, "--length=32")
+    code, out, err = call(evaluate.main, *flags, "--length=32")
     result = json.loads((tmp_path / "run/evaluation_valid.json").read_text())
     assert code == 0 and "bits_per_dim: " in out and result["n_targets"] == 256
     # The model's task has the bytes at ids from 2 on.
     assert "text.text.offset = 2" in (tmp_path / "run/config.gin").read_text()
-    code, out, err = convert(run, tmp_path / "run", tmp_path / "back")
+    code, out, err = convert(call, tmp_path / "run", tmp_path / "back")
     assert (code, err) == (0, "")
     same_file(tmp_path / "hf", tmp_path / "back")
     configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("hf", "back")]
     assert configs[0] == configs[1] and configs[0]["eos_token_id"] == 2
 
 
-def test_the_length_of_a_runs_training_leaves_with_it(tmp_path, run):
+def test_the_length_of_a_runs_training_leaves_with_it(tmp_path, call):
     """That of a model that only came in is not one that it was trained on."""
     options = dict(pos_type="rotary", ff_dropout=0.0, vocab_size=256, design=designs.llama())
     spec = Spec.make("TransformerLM", [Op("flash", {})], **SIZES, **options)
@@ -126,24 +111,24 @@ def test_the_length_of_a_runs_training_leaves_with_it(tmp_path, run):
     checkpoints = Checkpoints(folder)
     checkpoints.save(3, TrainState(np.int32(3), params, (), None), config=text)
     checkpoints.wait()
-    code, _, err = convert(run, folder, tmp_path / "hf", "--step=3")
+    code, _, err = convert(call, folder, tmp_path / "hf", "--step=3")
     assert (code, err) == (0, "")
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config["max_position_embeddings"] == 65_536
 
 
-def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, run):
+def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, call):
     run_folder.write(tmp_path / "run", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {}, "A note.")
     (tmp_path / "run/config.gin").unlink()
     (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
-    assert run(evaluate.main, *flags)[0] == 0
+    assert call(evaluate.main, *flags)[0] == 0
     assert not (tmp_path / "run/config.gin").exists()
-    assert convert(run, tmp_path / "run", tmp_path / "hf")[0] == 0
+    assert convert(call, tmp_path / "run", tmp_path / "hf")[0] == 0
 
 
 @pytest.mark.slow
-def test_trax_to_a_run_and_back(tmp_path, run):
+def test_trax_to_a_run_and_back(tmp_path, call):
     (tmp_path / "model.gin").write_text(GIN)
     from reformax.cli import config
 
@@ -151,9 +136,9 @@ def test_trax_to_a_run_and_back(tmp_path, run):
     spec = Spec.of_config()
     trax_models.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
     flag = f"--config_file={tmp_path / 'model.gin'}"
-    code, out, err = convert(run, tmp_path / "model.pkl.gz", tmp_path / "run", flag)
+    code, out, err = convert(call, tmp_path / "model.pkl.gz", tmp_path / "run", flag)
     assert (code, err) == (0, "") and "Trax's own model, 32 tokens" in out and "note" not in out
-    code, out, err = convert(run, tmp_path / "run", tmp_path / "back.pkl.gz")
+    code, out, err = convert(call, tmp_path / "run", tmp_path / "back.pkl.gz")
     assert (code, err) == (0, "") and "Trax's own model" in out
     before, after = (trax_files.read(tmp_path / x) for x in ("model.pkl.gz", "back.pkl.gz"))
     assert [w.tobytes() for w in before.weights] == [w.tobytes() for w in after.weights]
@@ -162,7 +147,7 @@ def test_trax_to_a_run_and_back(tmp_path, run):
 @pytest.mark.parametrize("option, value", [("wrap", False), ("count_once", True)])
 @pytest.mark.parametrize("source, target", [("model.pkl.gz", "run"), ("run", "model.pkl.gz")])
 def test_what_trax_lacks_is_refused_before_anything_is_written(
-    source, target, option, value, tmp_path, run
+    source, target, option, value, tmp_path, call
 ):
     (tmp_path / "model.gin").write_text(GIN)
     from reformax.cli import config
@@ -180,7 +165,7 @@ def test_what_trax_lacks_is_refused_before_anything_is_written(
     else:
         trax_models.write_params(tmp_path / source, spec, random_params(spec), 32)
         flags = [f"--config_file={tmp_path / 'model.gin'}", *(f"--config={x}" for x in overrides)]
-    code, out, err = convert(run, tmp_path / source, tmp_path / target, *flags)
+    code, out, err = convert(call, tmp_path / source, tmp_path / target, *flags)
     assert (code, out) == (1, "") and err.count("\n") == 1
     assert f"Trax has no such ReformerLM: lsh's {option} is {value}, expected {not value}" in err
     assert {p.name for p in tmp_path.iterdir()} == {"model.gin", source}
@@ -199,14 +184,14 @@ def test_what_trax_lacks_is_refused_before_anything_is_written(
         ("empty", "full/file/a/b", "full/file, which is no folder: give another name"),
     ],
 )
-def test_errors_in_one_line(source, target, message, tmp_path, run):
+def test_errors_in_one_line(source, target, message, tmp_path, call):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.pkl.gz").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     for name in ("model.pkl.gz", "mine.txt", "model.safetensors"):
         (tmp_path / name).touch()
-    code, out, err = convert(run, tmp_path / source, tmp_path / target)
+    code, out, err = convert(call, tmp_path / source, tmp_path / target)
     assert code in (1, 2) and err.startswith("error: ") and message in err
     assert err.count("\n") == 1 and not out
 
@@ -215,12 +200,12 @@ def test_errors_in_one_line(source, target, message, tmp_path, run):
     (math.nan, "embedding has numbers that are not finite"),
     (3e38, "computes something else: its logits are not finite; "),
 ])  # fmt: skip
-def test_what_is_not_finite_is_refused_and_leaves_nothing(value, message, tmp_path, run):
+def test_what_is_not_finite_is_refused_and_leaves_nothing(value, message, tmp_path, call):
     params = random_params(ENWIK8_LIKE)
     part = "embedding" if math.isnan(value) else "norm"
     params[part] = jax.tree.map(lambda w: np.full_like(w, value), params[part])
     hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, params)
-    code, _, err = convert(run, tmp_path / "hf", tmp_path / "a/b/run")
+    code, _, err = convert(call, tmp_path / "hf", tmp_path / "a/b/run")
     assert code == 1 and err.startswith("error: ") and message in err and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -243,7 +228,7 @@ def test_logits_agree_if_they_are_finite_and_near(difference, scale, agrees):
 
 
 @pytest.mark.parametrize("name, fails", [("to", "json.dumps"), ("to.pkl.gz", "os.replace")])
-def test_a_write_that_fails_leaves_nothing(name, fails, tmp_path, run, monkeypatch):
+def test_a_write_that_fails_leaves_nothing(name, fails, tmp_path, call, monkeypatch):
     """A full disk, after a part is written."""
     spec = ENWIK8_LIKE._replace(arguments={**ENWIK8_LIKE.arguments, "norm_epsilon": 1e-6})
     run_folder.write(tmp_path / "run", spec, random_params(spec), {}, "A note.")
@@ -252,15 +237,15 @@ def test_a_write_that_fails_leaves_nothing(name, fails, tmp_path, run, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(fails, full)
-    code, _, err = convert(run, tmp_path / "run", tmp_path / name)
+    code, _, err = convert(call, tmp_path / "run", tmp_path / name)
     assert code == 1 and "No space left on device" in err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_empty_folder_is_filled_and_another_is_left_alone(tmp_path, run):
+def test_an_empty_folder_is_filled_and_another_is_left_alone(tmp_path, call):
     run_folder.write(tmp_path / "run", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {}, "A note.")
     (tmp_path / "to").mkdir()
-    assert convert(run, tmp_path / "run", tmp_path / "to")[0] == 0
+    assert convert(call, tmp_path / "run", tmp_path / "to")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "to"]
     assert (tmp_path / "to/config.json").is_file()
 
@@ -268,19 +253,19 @@ def test_an_empty_folder_is_filled_and_another_is_left_alone(tmp_path, run):
 @pytest.mark.parametrize(
     "flag", ["--trust_config", "--step=3", "--length=8", "--config=a.b=1", "--config_file=a"]
 )
-def test_flags_that_a_conversion_does_not_read(flag, tmp_path, run):
+def test_flags_that_a_conversion_does_not_read(flag, tmp_path, call):
     hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, random_params(ENWIK8_LIKE))
-    code, _, err = convert(run, tmp_path / "hf", tmp_path / "run", flag)
+    code, _, err = convert(call, tmp_path / "hf", tmp_path / "run", flag)
     assert code == 2 and f"error: {flag.split('=')[0]} is " in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_a_task_with_more_ids_than_the_model(tmp_path, run):
+def test_a_task_with_more_ids_than_the_model(tmp_path, call):
     small = ENWIK8_LIKE._replace(arguments={**ENWIK8_LIKE.arguments, "vocab_size": 100})
     run_folder.write(tmp_path / "run", small, random_params(small), {}, "A note.")
     (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
-    code, _, err = run(evaluate.main, *flags)
+    code, _, err = call(evaluate.main, *flags)
     assert code == 2 and "and the model vocab_size=100: set" in err
 
 

@@ -1,13 +1,12 @@
 """Which configs can be converted, and a run of one of them on its way to each format."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 import train
-from reformax.cli import config, configs, errors
+from reformax.cli import config, configs
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face, trax_models
 from reformax.convert.spec import Spec
@@ -95,12 +94,7 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in CONFIGS if table().get(p.stem) == ("yes", "yes")])
-def test_a_run_is_trained_written_and_read_elsewhere(path, tmp_path, monkeypatch, capsys):
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        return code, *capsys.readouterr()
-
+def test_a_run_is_trained_written_and_read_elsewhere(path, tmp_path, call):
     run, overrides = tmp_path / "run", [f"--config={n}={v}" for n, v in (SIZES | SMALL).items()]
     code, _, err = call(train.main, f"--config_file={path}", f"--output_dir={run}", *overrides)
     assert code == 0, err

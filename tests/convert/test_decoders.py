@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from reformax import generation
-from reformax.cli import errors, generate, generation_settings
+from reformax.cli import generate, generation_settings
 from reformax.convert import __main__ as command
 from reformax.convert import check, hugging_face, hugging_face_decoder, hugging_face_files
 from reformax.convert.spec import Op, Spec
@@ -374,14 +373,11 @@ def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama 3.1", "qwen3.5", "gemma 3, narrow", "smollm 3, windows"])
-def test_a_folder_becomes_a_run_and_goes_back(name, tmp_path, monkeypatch, capsys):
+def test_a_folder_becomes_a_run_and_goes_back(name, tmp_path, call):
     """By the command: the run's config.gin has the design, and its checkpoint the settings."""
 
     def convert(source, target):
-        flags = f"--from={tmp_path / source}", f"--to={tmp_path / target}"
-        monkeypatch.setattr(sys, "argv", ["script", *flags])
-        code = errors.exit_code(command.main)
-        return code, *capsys.readouterr()
+        return call(command.main, f"--from={tmp_path / source}", f"--to={tmp_path / target}")
 
     folder = saved(tmp_path / "there", config_of(name))
     settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 3]}
@@ -412,14 +408,10 @@ def test_tokens_that_end_a_text_of_a_converted_run(source, ends):
     assert generation_settings.ends_of_checkpoint({"source": source}, 100) == ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [4, 6])
-def test_settings_of_generation_are_those_of_the_command(last, tmp_path, monkeypatch, capsys):
+def test_settings_of_generation_are_those_of_the_command(last, tmp_path, call):
     """Greedy, until the first of several tokens that end a text; flags come before the settings."""
-
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        return code, *capsys.readouterr()
 
     made = FIXTURE["qwen3.5/greedy"][0].tolist()
     assert made.index(made[last]) == last

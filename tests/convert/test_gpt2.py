@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import sys
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ from safetensors.numpy import load_file
 import evaluate
 import generate
 import train
-from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face
 from reformax.convert.spec import Op, Spec
@@ -219,13 +217,8 @@ def test_a_model_that_hugging_face_does_not_have(change, message):
 
 
 @pytest.mark.slow
-def test_a_folder_with_its_tokenizer_becomes_a_run_that_writes_text(tmp_path, monkeypatch, capsys):
+def test_a_folder_with_its_tokenizer_becomes_a_run_that_writes_text(tmp_path, call):
     from tokenizers import Tokenizer, models
-
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        return code, *capsys.readouterr()
 
     known = {x: i for i, x in enumerate("abcdefghijklmnopqrst")} | {"<|endoftext|>": 20}
     tokenizer = Tokenizer(models.BPE(known, [], unk_token="<|endoftext|>"))
@@ -296,13 +289,8 @@ def test_names_of_what_is_wrapped(prefix, inner, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_more_ids_than_the_model_has_rows(tmp_path, monkeypatch, capsys):
+def test_a_tokenizer_of_more_ids_than_the_model_has_rows(tmp_path, call):
     from tokenizers import Tokenizer, models
-
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        return code, *capsys.readouterr()
 
     known = {x: i for i, x in enumerate("abcdefghijklmnopqrst")} | {"<|endoftext|>": 20}
     size, arrays = 300, tensors()

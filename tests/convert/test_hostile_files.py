@@ -11,7 +11,6 @@ import time
 import tracemalloc
 import zipfile
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -146,7 +145,6 @@ def test_a_config_of_no_model(setting, message, tmp_path):
     (tmp_path / "model.gin").write_text(GIN)
     config.parse([str(tmp_path / "model.gin")], [setting])
     bounded(Spec.of_config, message)
-    gin.clear_config()
 
 
 # The files of a folder

@@ -53,6 +53,7 @@ def test_logits_are_those_of_transformers(name, length):
     assert difference(logits(tokens, real), FIXTURE[f"{at}/padded"], real) < 3e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_segments_and_with_other_rotations(name):
     """No mask is a mask of ones. Rotations matter, so the agreement above is no accident."""

@@ -14,7 +14,6 @@ from reformax.convert import other_attention, run_folder, trax_models
 from reformax.convert.spec import Op, Spec
 from reformax.models import designs
 from tests.layers import plain
-from tests.training.scripts import call
 
 SIZES = dict(vocab_size=256, d_model=16, d_ff=16, n_heads=4, init_std=0.3)
 SIZES |= dict(d_attention_key=4, d_attention_value=4)
@@ -155,11 +154,11 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def run(runs, tmp_path, monkeypatch, capsys):
+def run(runs, tmp_path, monkeypatch, call):
     """Calls the command in a copy of that folder."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    return lambda *flags: call(lambda: command.main(flags), monkeypatch, capsys)
+    return lambda *flags: call(lambda: command.main(flags))
 
 
 HASHED = "--from=gpt2", "--to=hashed", "--attention=moba(block_size=32)", "--layers=1"
@@ -186,14 +185,14 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_its_score_is_that_of_an_evaluation_and_dense_layers_come_back(
-    run, tmp_path, monkeypatch, capsys
+    run, tmp_path, monkeypatch, call
 ):
     monkeypatch.setattr(other_attention, "_BUDGETS", {"top_k": (2,)})
     code, _, err = run(*HASHED, *SCORED)
     assert code == 0, err
     bits = run_folder.read(tmp_path / "hashed").source["changed"]["bits"]
     flags = "--output_dir=hashed", "--split=train", "--tokens=4096", "--quiet"
-    code, _, err = call(evaluate.main, monkeypatch, capsys, *flags, *SCORED)
+    code, _, err = call(evaluate.main, *flags, *SCORED)
     assert code == 0, err
     scored = json.loads((tmp_path / "hashed" / "evaluation_train.json").read_text())
     assert scored["bits_per_dim"] == pytest.approx(bits["after"], rel=0.02)  # other rows

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from reformax.cli import config, configs, errors, parsed, train
+from reformax.cli import config, configs, parsed, train
 from reformax.convert import __main__ as command
 from reformax.convert import trax_files, trax_gin, trax_models
 from reformax.layers import _trax
@@ -91,17 +91,15 @@ TransformerLM.vocab_size = 20
 
 
 @pytest.fixture
-def answer(monkeypatch, capsys, tmp_path):
+def answer(call, monkeypatch, tmp_path):
     """Runs a command in a folder of its own: `(exit code, stdout and stderr)`."""
     monkeypatch.chdir(tmp_path)
 
-    def call(main, *flags):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = errors.exit_code(main)
-        out, err = capsys.readouterr()
+    def run(main, *flags):
+        code, out, err = call(main, *flags)
         return code, out + err
 
-    return call
+    return run
 
 
 def spec_of(folder, text, vocab_size=None):

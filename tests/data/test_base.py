@@ -5,10 +5,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reformax.data import base, draws
+from reformax.data import base
 from reformax.data import windows as window_lib
 from reformax.data.base import WindowSettings, byte_language_model, split_borders, split_bytes
-from reformax.data.draws import generator
+from reformax.data.rng import generator, permuted
 from reformax.data.windows import document_starts
 
 
@@ -300,17 +300,17 @@ def test_errors_come_with_the_call_and_name_the_argument(call, message, fails_in
 @pytest.mark.parametrize("n", [1, 2, 3, 17, 64, 1000])
 def test_a_permutation_has_every_place_once(n):
     for seed in range(3):
-        found = draws.permuted(np.arange(n), n, np.random.default_rng(seed))
+        found = permuted(np.arange(n), n, np.random.default_rng(seed))
         assert sorted(found) == list(range(n))
-    others = draws.permuted(np.arange(n), n, np.random.default_rng(9))
+    others = permuted(np.arange(n), n, np.random.default_rng(9))
     assert n < 17 or (found != others).any() and (found != np.arange(n)).any()
-    large = draws.permuted(np.array([0, 10**12 - 1]), 10**12, np.random.default_rng(0))
+    large = permuted(np.array([0, 10**12 - 1]), 10**12, np.random.default_rng(0))
     assert large[0] != large[1] and (large >= 0).all() and (large < 10**12).all()
 
 
 def test_a_permutation_mixes():
     """Neighbours go anywhere: distances are as those of random places."""
-    found = draws.permuted(np.arange(10**5), 10**5, np.random.default_rng(0))
+    found = permuted(np.arange(10**5), 10**5, np.random.default_rng(0))
     for lag in (1, 2, 256):
         distance = np.abs(found[lag:] - found[:-lag]).mean() / 10**5
         assert 0.31 < distance < 0.36  # 1/3

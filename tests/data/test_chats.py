@@ -6,7 +6,6 @@ import re
 import shutil
 import tracemalloc
 
-import gin
 import jax
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,6 @@ from reformax.training.by_position import in_segment
 from reformax.training.evaluation import evaluate as evaluate_task
 from tests.data.tables import tokenizer_json, write
 from tests.layers import plain
-from tests.training.scripts import call
 
 SMALL = {"d_model": 16, "d_ff": 32, "n_heads": 2, "n_layers": 2}
 SMALL |= {"d_attention_key": 8, "d_attention_value": 8, "dropout": 0.0}
@@ -638,14 +636,14 @@ ASKED = {b"Hi\r\n": "Hi", b"Hi\n": "Hi", b"a\0b": "a\0b", b"\xff": "\ufffd", b"a
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": ASKED[typed], "answer": "Yo"}] * 12)
-    alphabet = chat_templates.ByteEncoder()
+    encoder = chat_templates.ByteEncoder()
     if kind == "pieces":
         folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
         task = in_pieces(folder, path, tmp_path / "run")
-        alphabet = task.vocabulary
+        encoder = task.vocabulary
     else:
         task = chats(path)
-    chat = chat_templates.chosen("auto", alphabet, "chats.chats")
+    chat = chat_templates.chosen("auto", encoder, "chats.chats")
     ids, scored = segments(next(task.eval_batches("valid", 1, 99, 99)))[0]
     assert prompts.encode_message(chat, typed) == ids[: -len(scored)]
 
@@ -653,8 +651,8 @@ def test_the_prompt_of_chat_is_that_of_training(kind, typed, tmp_path):
 def test_a_prompt_that_training_leaves_out_is_refused(tmp_path, fails_in_one_line):
     folder, _ = tokenizer(tmp_path / "chatml", *CHATML)
     path = write(tmp_path / "a.jsonl", [ROWS["completion"]] * 12)
-    alphabet = in_pieces(folder, path, tmp_path / "run").vocabulary
-    chat = chat_templates.chosen("auto", alphabet, "chats.chats")
+    encoder = in_pieces(folder, path, tmp_path / "run").vocabulary
+    chat = chat_templates.chosen("auto", encoder, "chats.chats")
     with fails_in_one_line(ValueError, "prompt is 'a<.im_end.>': it has a token of the template"):
         prompts.encode_message(chat, b"a<|im_end|>")
 
@@ -717,7 +715,7 @@ def test_a_score_is_the_mean_of_the_answers_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
+def test_a_run_learns_answers_and_no_prompts(tmp_path, call):
     """From a run of text to one of chats, by the commands that a user types."""
     (tmp_path / "mine.txt").write_text("red blue green " * 300)
     rows = [{"prompt": f"{i} red or blue?", "completion": "blue, red"} for i in range(60)]
@@ -726,8 +724,7 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
     small = [f"--config={x}" for x in (*sizes, "batch_size=8", "warmup_steps=2")]
 
     def script(main, *flags):
-        gin.clear_config()
-        code, out, err = call(main, monkeypatch, capsys, *flags)
+        code, out, err = call(main, *flags)
         assert code == 0, err
         return out
 
@@ -752,11 +749,9 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, monkeypatch, capsys):
     two = [*prompt, "--prompt=8 red or blue?", "--chat", "--max_new_tokens=30"]
     assert script(generate.main, *two) == "--- 1 of 2\nblue, red\n--- 2 of 2\nblue, red\n"
     assert script(generate.main, *prompt, "--max_new_tokens=3").startswith("7 red or blue?")
-    gin.clear_config()
     of_text = [f"--output_dir={base}", "--prompt=x", "--chat"]
-    code, _, err = call(generate.main, monkeypatch, capsys, *of_text)
+    code, _, err = call(generate.main, *of_text)
     assert code == 2 and "--chat needs a run of chats.chats" in err
-    gin.clear_config()
 
 
 def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
@@ -768,7 +763,6 @@ def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
     files = ["configs/transformer_chats.gin"]
 
     def bound(init_from, *overrides):
-        gin.clear_config()
         config.parse(files, overrides, data_dir=str(path), init_from=str(init_from))
         return parsed.described(loop.train, "task").arguments.get("vocabulary"), parsed.bindings(
             loop.train, ("init_from",)
@@ -782,10 +776,8 @@ def test_a_run_s_vocabulary_comes_with_its_weights(tmp_path):
     assert bound(tmp_path / "base")[0] is None
     files = ["configs/quickstart.gin"]
     path = None
-    gin.clear_config()
     kept.write_text("{}")
     config.parse(files, init_from=str(tmp_path / "base"))  # a task without that parameter
-    gin.clear_config()
 
 
 def test_positions_of_packed_rows_begin_with_each_segment():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reformax.cli import errors, generate, pictures, train
+from reformax.cli import generate, pictures, train
 from reformax.data.images import images
 
 N = 20
@@ -132,11 +132,7 @@ def test_rows_of_bytes_become_a_sheet(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_and_draws(folder, tmp_path, capsys):
-    def call(main, *flags):
-        code = errors.exit_code(lambda: main([str(flag) for flag in flags]))
-        return code, *capsys.readouterr()
-
+def test_a_run_is_trained_and_draws(folder, tmp_path, call):
     run, sizes = tmp_path / "run", dict(d_model=8, d_ff=8, d_head=4, n_heads=2, n_layers=2)
     sizes |= {"length": 12, "batch_size": 2, "steps": 2, "warmup_steps": 1, "images.images.side": 2}
     sizes |= {"lm.ReformerLM.pos_axial_shape": (2, 2, 3)}

@@ -1,6 +1,5 @@
 """Texts with labels of any kind: folders of classes and tables, in splits of their own or cut."""
 
-import gin
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +10,6 @@ import train
 from reformax import load_run
 from reformax.data.labelled_text import labelled_text
 from tests.data import tables
-from tests.training.scripts import call
 
 CLASSES = ["arts", "sport", "tech"]
 
@@ -168,10 +166,9 @@ def test_other_fields_and_files_are_told(tmp_path, fails_in_one_line):
         labelled_text(tmp_path / "c")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "folders"])
-def test_the_config_takes_the_number_of_classes_from_the_data(
-    kind, tmp_path, no_search, monkeypatch, capsys
-):
+def test_the_config_takes_the_number_of_classes_from_the_data(kind, tmp_path, no_search, call):
     for split, n in (("train", 40), ("test", 9)):
         rows = [example(split, i, CLASSES) for i in range(n)]
         if kind != "folders":
@@ -186,21 +183,14 @@ def test_the_config_takes_the_number_of_classes_from_the_data(
     small = ("d_model=8", "d_ff=8", "d_head=4", "n_heads=2", "length=32", "steps=2")
     small += ("warmup_steps=1", "batch_size=4")
     flags += [f"--config={setting}" for setting in small]
-    code, out, err = call(train.main, monkeypatch, capsys, *flags)
+    code, out, err = call(train.main, *flags)
     assert code == 0, err
     assert "3 classes (0 arts, 1 sport, 2 tech): train 36 (" in out
-    gin.clear_config()
     assert load_run(tmp_path / "run")[0].n_classes == 3
-    gin.clear_config()
-    code, out, err = call(train.main, monkeypatch, capsys, *flags, "--dry_run")
+    code, out, err = call(train.main, *flags, "--dry_run")
     assert code == 0, err
-    gin.clear_config()
-    code, _, err = call(train.main, monkeypatch, capsys, *flags, "--config=n_classes=2")
+    code, _, err = call(train.main, *flags, "--config=n_classes=2")
     assert code == 2 and "has 3 classes and the model n_classes=2: set --config=" in err
     assert "n_classes=3'" in err
-    gin.clear_config()
-    code, out, err = call(
-        evaluate.main, monkeypatch, capsys, f"--output_dir={tmp_path}/run", "--split=test"
-    )
+    code, out, err = call(evaluate.main, f"--output_dir={tmp_path}/run", "--split=test")
     assert code == 0 and "accuracy" in out, err
-    gin.clear_config()

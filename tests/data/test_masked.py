@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from reformax.data import base, draws, labelled, listops, reverse, text
+from reformax.data import base, labelled, listops, reverse, text
 from reformax.data.masked import masked
+from reformax.data.rng import philox
 from reformax.models import TransformerMaskedLM
 from reformax.task import Labels
 from reformax.training import evaluation
@@ -58,9 +59,7 @@ def test_what_drew_the_rows_does_not_choose_their_tokens():
     """A row of `stdlib_packages` is drawn by a generator of its number, as its choice is."""
 
     def examples(split, numbers):
-        drawn = [
-            draws.philox(2**63, 2**32 * base.SPLITS.index(split) + n).random() for n in numbers
-        ]
+        drawn = [philox(2**63, 2**32 * base.SPLITS.index(split) + n).random() for n in numbers]
         return np.array([[1 + int(10 * x), 1] for x in drawn]), np.zeros(len(numbers))
 
     sizes = dict.fromkeys(base.SPLITS, 400)

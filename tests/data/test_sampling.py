@@ -10,9 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from reformax.cli import prepare
-from reformax.data import base, documents, draws, joined, stored, windows
+from reformax.data import base, documents, joined, stored, windows
 from reformax.data.lengths import Lengths, ranges
 from reformax.data.mixture import mixture
+from reformax.data.rng import generator
 from reformax.data.text import text
 from reformax.data.token_ids import token_ids
 from reformax.data.windows import document_starts
@@ -114,7 +115,7 @@ def test_windows_by_documents_lie_as_in_a_text_of_the_range_alone():
     found = ranges(begins, n, lengths.borders)
     own = sizes[sizes >= 100]
     expected_borders = np.cumsum([0, *own[:-1]])
-    step = draws.generator(0, 0)
+    step = generator(0, 0)
     places = step.integers(np.full(64, own.sum()))
     back = step.integers(120, size=64)
     expected = document_starts(expected_borders, int(own.sum()), 120, places, back)

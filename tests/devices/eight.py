@@ -6,7 +6,6 @@
 import re
 from functools import cache, partial
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +54,6 @@ from tests.helpers import assert_trees_close
 from tests.layers import plain
 from tests.ops.toys import counting
 from tests.training import tiny, worker
-from tests.training.scripts import call
 
 pytestmark = pytest.mark.slow  # each part of them takes its share
 
@@ -622,13 +620,10 @@ APART = "lm.TransformerLM.attention_type=@longformer.longformer()"
         (APART, "mesh has context=8 and op is longformer"),
     ],
 )
-def test_a_command_tells_in_one_line_what_devices_cannot_share(
-    setting, message, tmp_path, monkeypatch, capsys
-):
+def test_a_command_tells_in_one_line_what_devices_cannot_share(setting, message, tmp_path, call):
     (tmp_path / "run.gin").write_text(CONFIG)
     given = f"--config_file={tmp_path / 'run.gin'}", f"--output_dir={tmp_path / 'run'}"
-    code, _, err = call(train.main, monkeypatch, capsys, *given, f"--config={setting}")
-    gin.clear_config()
+    code, _, err = call(train.main, *given, f"--config={setting}")
     assert code == 2 and message in err and err.count("\n") == 1, err
     assert not list(tmp_path.glob("run/checkpoints/*"))
 

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from reformax.cli import lm_eval as command
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from tests.layers import plain
-from tests.training.scripts import call
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'reformax[evals]'")
 
@@ -133,8 +131,7 @@ def check(results, folder):
 @pytest.fixture
 def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    yield folder
-    gin.clear_config()
+    return folder
 
 
 @pytest.mark.slow
@@ -148,30 +145,30 @@ def test_the_harness_finds_the_figures_of_plain_computations(here, monkeypatch, 
     assert "of_choices" in capsys.readouterr().out
 
 
-def test_evaluate_finds_them_too(here, monkeypatch, capsys):
+def test_evaluate_finds_them_too(here, call):
     flags = ["--output_dir=run", f"--tasks={','.join(TASKS)}", "--include_path=tasks"]
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--length=144", "--quiet")
+    code, out, err = call(evaluate.main, *flags, "--length=144", "--quiet")
     assert code == 0, err
     kept = json.loads((here / "run" / "evaluation_tasks.json").read_text())
     check(kept["tasks"], here)
     assert f"of_choices acc: {kept['tasks']['of_choices']['acc,none']:.4f}" in out
 
 
-def test_an_override_that_no_task_reads_is_noted(here, monkeypatch, capsys):
+def test_an_override_that_no_task_reads_is_noted(here, call):
     flags = ["--output_dir=run", "--tasks=needle", "--limit=1", "--length=144", "--quiet"]
     others = ["--config=loop.train.eval_length=9", "--config=loop.train.length=128"]
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, *others)
+    code, out, err = call(evaluate.main, *flags, *others)
     assert code == 0, err
     assert [line for line in out.splitlines() if line.startswith("note: ")] == [
         "note: --config='loop.train.eval_length=9' sets something that this run does not use"
     ]
 
 
-def test_evaluate_takes_own_tasks_and_the_text_together(here, monkeypatch, capsys):
+def test_evaluate_takes_own_tasks_and_the_text_together(here, call):
     (here / "text").mkdir(exist_ok=True)
     (here / "text" / "a.txt").write_text("a text of a few words. " * 200)
     flags = ["--output_dir=run", "--tasks=text,needle", "--limit=3", "--length=144", "--quiet"]
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--data_dir=text")
+    code, out, err = call(evaluate.main, *flags, "--data_dir=text")
     assert code == 0, err
     assert "needle accuracy: 0.0000" in out and "bits_per_dim: " in out
     found = json.loads((here / "run" / "evaluation_tasks.json").read_text())
@@ -259,7 +256,7 @@ def test_each_end_of_a_converted_model_ends_a_continuation(here):
         (["--tasks=of_texts", "--include_path=nowhere"], "--include_path=nowhere is no folder"),
     ],
 )
-def test_wrong_flags(here, monkeypatch, capsys, flags, words):
-    code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=run", *flags)
+def test_wrong_flags(here, flags, words, call):
+    code, _, err = call(evaluate.main, "--output_dir=run", *flags)
     assert code == 2
     assert words in err

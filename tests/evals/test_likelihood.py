@@ -112,6 +112,7 @@ def test_a_long_text_is_the_sum_of_its_windows(of_dense):
     np.testing.assert_allclose(one.log_p, total, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [lsh.lsh(chunk_len=8), lsh.lsh(chunk_len=8, n_buckets=4)])
 def test_hashes_depend_on_the_request_alone(op):
     """Whatever else is in the batch, though rows are padded and later tokens move hashes."""

@@ -2,7 +2,6 @@
 
 import json
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -55,8 +54,7 @@ def folder(tmp_path_factory):
     serialised = tokenizer.to_str().encode()
     hugging_face.write(folder / "hf", spec, params, None, serialised)
     run_folder.write(folder / "run", spec, params, {}, "a test", serialised)
-    yield folder
-    gin.clear_config()
+    return folder
 
 
 def vocabulary(folder):

@@ -3,7 +3,6 @@
 import json
 import re
 
-import gin
 import pytest
 
 import evaluate
@@ -13,7 +12,6 @@ from reformax.convert.spec import Op, Spec
 from reformax.evals import in_context
 from tests.layers import plain
 from tests.training import worker
-from tests.training.scripts import call
 
 SMALL = (
     *("d_model=16", "d_ff=16", "d_head=8", "n_heads=2", "n_layers=4", "scan_layers=True"),
@@ -26,22 +24,20 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch, capsys):
+def test_a_model_of_tasks_is_trained_and_scored_at_lengths(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     lines = (f"Line {i}, in which nothing is that one could ask for.\n" for i in range(3_000))
     (tmp_path / "mine.txt").write_text("".join(lines))
     flags = ["--config_file=transformer_tasks_64k_37m.gin", "--data_dir=mine.txt"]
     flags += ["--output_dir=run", *(f"--config={one}" for one in SMALL)]
-    code, out, err = call(train.main, monkeypatch, capsys, *flags)
-    gin.clear_config()
+    code, out, err = call(train.main, *flags)
     assert code == 0, err
     assert "of rows with needle, needles" in out and "step 4: kept mass 0." in out
     found = [x for x in worker.record("run") if x["tag"] == "kept_mass"]
     assert [x["step"] for x in found] == [2, 4] and 0 < found[1]["kept_mass_layer_3"] < 1
     flags = ["--output_dir=run", "--tasks=ruler", "--lengths=1024,1536", "--limit=3", "--quiet"]
     more = ["--depths=3", "--texts=mine.txt", "--config=lsh.lsh.n_hashes_eval=4"]
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, *more)
-    gin.clear_config()
+    code, out, err = call(evaluate.main, *flags, *more)
     assert code == 0, err
     scores = json.loads((tmp_path / "run" / "evaluation_tasks.json").read_text())
     assert list(scores["tasks"]) == [
@@ -71,14 +67,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def score(folder, monkeypatch, capsys):
+def score(folder, monkeypatch, call):
     """(exit code, stderr) of the command with flags."""
     monkeypatch.chdir(folder)
 
     def run(*flags):
         flags = ("--output_dir=run", "--quiet", "--limit=3", *flags)
-        code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
-        gin.clear_config()
+        code, _, err = call(evaluate.main, *flags)
         return code, err
 
     return run
@@ -111,7 +106,6 @@ def test_what_is_cut_off_has_printed_and_written_what_was_done(folder, monkeypat
     monkeypatch.setattr("sys.argv", ["evaluate.py", *flags])
     with pytest.raises(KeyboardInterrupt):
         evaluate.main()
-    gin.clear_config()
     out = capsys.readouterr().out
     assert [x for x in out.splitlines() if "---" not in x and not x.startswith("| length")] == [
         "needle", *re.findall(r"\| (?:144|250) \| .*", out)[:2],
@@ -170,9 +164,9 @@ def test_a_length_that_does_not_fit_is_named_as_typed(score, flags, message):
         (["--tasks=ruler", "--texts=few"], "--texts=few: 3 bytes are too few"),
     ],
 )
-def test_wrong_flags_are_told_before_the_run_is_read(tmp_path, monkeypatch, capsys, flags, message):
+def test_wrong_flags_are_told_before_the_run_is_read(tmp_path, monkeypatch, flags, message, call):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "blank").write_text("\n" * 100)
     (tmp_path / "few").write_text("ab\n")
-    code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=none", *flags)
+    code, _, err = call(evaluate.main, "--output_dir=none", *flags)
     assert code == 2 and message in err and err.count("\n") == 1, err

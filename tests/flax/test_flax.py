@@ -52,6 +52,7 @@ WEIGHTS = jax.jit(THEIRS.init)(jax.random.key(1), X)
 EXACT = (dense.dense(), flash.flash(), memory_efficient.memory_efficient())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", EXACT, ids=repr)
 def test_flax_s_own_linen_module_with_an_op(op):
     """It drops what an attention function does not name: a mask must not go this way."""
@@ -89,6 +90,7 @@ def test_flax_s_own_modules_refuse_what_an_op_does_not_do():
     assert np.abs(dropped[0] - dropped[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["lsh", "smyrf", "local", "linear", hash_sparse.hash_sparse()])
 def test_flax_s_own_modules_with_other_algorithms(op):
     """One that draws hashes draws the same ones at each call, or by the rng that is given."""
@@ -367,6 +369,7 @@ def test_grouped_keys_and_rotary_positions(op):
     assert np.abs(twice - want).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [gated_delta.gated_delta(conv_size=3), moba.moba(block_size=4)])
 def test_values_of_more_heads(op):
     """As the layer's; and in decoding."""
@@ -390,6 +393,7 @@ STATES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", STATES, ids=repr)
 def test_a_recurrence_reads_several_more_tokens(op):
     """From the cache of earlier ones, other numbers in each row, and one more behind them."""

@@ -47,6 +47,7 @@ def built(name):
     return build(options.pop("op"), options.pop("kind", TransformerLM), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cycles())
 def test_a_prompt_in_pieces_is_the_whole_prompt(name):
     """Logits of three rows, and the step behind them."""

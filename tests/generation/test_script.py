@@ -1,10 +1,10 @@
 """generate.py end to end: a byte model and a model of numbers, all sources of prompts, UTF-8."""
 
+import inspect
 import io
 import re
 import sys
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import generate
 import train
 from reformax import generation
 from reformax.cli import errors, saved_run
+from reformax.cli.flags import SEARCH
+from reformax.cli.generate import CONTINUE
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
-from reformax.generation import alphabets
-from tests.training.scripts import call
+from reformax.generation import decoding, tokenizers, translation
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -58,7 +59,6 @@ def runs(tmp_path_factory):
         patch.setattr(sys, "argv", ["train.py", "--config_file=run.gin", "--output_dir=bytes"])
         assert errors.exit_code(train.main) == 0
         (folder / "corpus.txt").unlink()
-    gin.clear_config()
     write_run(folder / "numbers", 128)
     return folder
 
@@ -72,16 +72,15 @@ def write_run(folder, vocab_size, change=lambda params: params):
 
 
 @pytest.fixture
-def run(runs, monkeypatch, capsys):
+def run(runs, monkeypatch, call):
     """`(exit code, stdout, stderr)` of generate.py with a standard input."""
     monkeypatch.chdir(runs)
 
     def run(*flags, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return call(generate.main, monkeypatch, capsys, *flags)
+        return call(generate.main, *flags)
 
-    yield run
-    gin.clear_config()
+    return run
 
 
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)
@@ -181,7 +180,7 @@ def test_a_model_of_bytes_behind_reserved_ids(runs, run):
 
 
 def test_utf8_is_valid_at_every_moment():
-    text = alphabets.ByteAlphabet(0).stream()
+    text = tokenizers.ByteTokenizer(0).stream()
     parts = [text([byte], False) for byte in "ü€".encode()]
     parts += [text([0xFF, 0xC3], False), text([], True)]
     assert parts == ["", "ü", "", "", "€", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]
@@ -223,3 +222,17 @@ def test_a_mistake_is_one_line(run, flags, message):
     code, out, err = run(*FLAGS, *flags)
     assert code in (1, 2) and out == ""
     assert err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    "flag_defaults, function",
+    [(SEARCH, translation.translate), (CONTINUE, decoding.stream)],
+)
+def test_flags_have_the_defaults_of_the_function_that_they_set(flag_defaults, function):
+    parameters = inspect.signature(function).parameters
+    defaults = {name: x.default for name, x in parameters.items() if x.default is not x.empty}
+    shared = flag_defaults.keys() & defaults.keys()
+    assert len(shared) >= 4
+    assert {name: flag_defaults[name] for name in shared} == {
+        name: defaults[name] for name in shared
+    }

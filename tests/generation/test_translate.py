@@ -120,6 +120,7 @@ def searched(log_p_after, limit, end, n_beams, alpha):
     return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
     """At every step the token of the cached steps is the argmax of the forward pass."""
@@ -186,6 +187,7 @@ def test_the_search_is_the_one_written_out_where_any_token_may_end(alpha):
         assert (found.scores[i], found.scores[i]) == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer", "local and LSH"])
 def test_no_search_scores_below_greedy_decoding(name):
     some = sources(tuple(range(1, 15)) * 4, seed=3)

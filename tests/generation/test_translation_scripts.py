@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 
-import gin
 import pytest
 
 import evaluate
@@ -15,7 +14,6 @@ import generate
 import train
 from reformax import durable
 from reformax.cli import distributed, errors, translations
-from tests.training.scripts import call
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -70,20 +68,18 @@ def train_here(patch, name, *flags):
     argv = ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
     patch.setattr(sys, "argv", argv)
     assert errors.exit_code(train.main) == 0
-    gin.clear_config()
 
 
 @pytest.fixture
-def run(runs, monkeypatch, capsys):
+def run(runs, monkeypatch, call):
     """`(exit code, stdout, stderr)` of a script with a standard input."""
     monkeypatch.chdir(runs)
 
     def run(main, *flags, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return call(main, monkeypatch, capsys, *flags)
+        return call(main, *flags)
 
-    yield run
-    gin.clear_config()
+    return run
 
 
 @pytest.mark.slow

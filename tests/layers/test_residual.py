@@ -106,6 +106,7 @@ def test_blocks_of_a_cycle_may_differ_in_what_a_norm_adds(last, post_norm):
     assert_trees_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_post_norm_layers_that_are_written_out_compute_the_same(dtype):
     """Between them the stream is there twice, and so is its gradient."""

@@ -84,6 +84,7 @@ def test_every_policy_computes_the_same(kind, scan_layers):
         assert_trees_close(got[policy], got["all"], 3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [INDEXED, COMPRESSED])
 def test_it_computes_what_the_other_one_does_without_an_indexer(op):
     x = inputs.draw(op(), length=19)

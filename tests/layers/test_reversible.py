@@ -247,6 +247,8 @@ def test_neither_memory_nor_the_program_grows_with_depth(options):
     assert deep <= 1.1 * shallow
 
 
+# `layers/test_feed_forward.py` has the memory of both passes in chunks.
+@pytest.mark.slow
 def test_chunks_of_the_feed_forward_layer_cost_memory_only():
     """No array of its hidden layer in either pass, and not one product more."""
     length, d_ff = 1024, 256

@@ -17,6 +17,7 @@ IDS = np.array([[1] * 4 + [2] * 9 + [3] * 4, [1] * 7 + [0] + [1] * 4 + [0] * 5],
 CUT = 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_qk_heads", [None, 1])
 @pytest.mark.parametrize("name", OPS)
 def test_parts_of_packed_rows(name, n_qk_heads):

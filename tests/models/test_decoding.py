@@ -150,6 +150,8 @@ def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
         np.testing.assert_allclose(found[1, n], logits[1, n], atol=1e-5)
 
 
+# `ops/test_decoding.py` has the prefill of each.
+@pytest.mark.slow
 def test_a_prompt_is_the_forward_whatever_the_algorithm():
     """Deep stacks of ordinary LSH too: prefill is the evaluation of the prompt."""
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_hashes_eval=3, n_buckets=4)

@@ -5,7 +5,6 @@ import functools
 import math
 import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -453,7 +452,6 @@ def test_a_preset_is_two_lines_of_gin_and_a_choice_a_third(preset, tmp_path):
     )
     config.parse([str(path)])
     found = parsed.configured(TransformerLM)(**SMALL).design
-    gin.clear_config()
     assert found == getattr(designs, preset)(attention_gate="headwise")
 
 

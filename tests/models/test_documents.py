@@ -113,6 +113,7 @@ def test_a_window_computes_what_its_documents_compute_alone(name):
     assert all(np.any(g) for g in jax.tree.leaves(jax.device_get(got[1])))
 
 
+@pytest.mark.slow  # `ops/test_against_oracle.py` has packed hashing
 @pytest.mark.parametrize("options", [{}, dict(strictly_causal=True)], ids=["chunks", "strict"])
 def test_hashing_keeps_documents_apart(options):
     """What other documents hold changes nothing, and no gradient crosses a border."""

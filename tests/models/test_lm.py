@@ -4,7 +4,6 @@ import inspect
 import math
 import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,7 +149,6 @@ def test_another_attention_is_one_gin_line(row, tmp_path):
     )
     config.parse([str(path)])
     got = logits_of(parsed.configured(TransformerLM)(**SMALL))
-    gin.clear_config()
     want = logits_of(TransformerLM(**SMALL, attention_type=OPS["dense"]))
     np.testing.assert_allclose(got, want, atol=1e-5)
 

@@ -264,6 +264,7 @@ def test_dropout_is_in_training_alone():
     assert got == want
 
 
+@pytest.mark.slow  # `test_lm.py` trains a model so
 def test_in_trax():
     model = Transformer(**SMALL)
     source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))

@@ -114,6 +114,8 @@ def recall_across(attend, n_queries, n_keys, n_seeds=8):
     return np.mean(each, axis=0)
 
 
+# `ops/test_recall.py` has the recall within a sequence.
+@pytest.mark.slow
 @FACTORIES
 def test_across_sequences_it_finds_what_it_finds_within_one(factory):
     """With as many visible keys, whatever the number of queries."""
@@ -148,6 +150,7 @@ def test_few_keys_are_all_seen(factory):
     )
 
 
+@pytest.mark.slow
 @FACTORIES
 def test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has(factory):
     q, k, v = numbers((1, n, 1, 4) for n in (2, 60, 60))

@@ -246,6 +246,7 @@ def test_a_step_sees_the_blocks_of_its_head():
 # Kernels, interpreted.
 
 
+@pytest.mark.slow  # whose parts the first of these has too
 @pytest.mark.parametrize(
     "per_head, causal, packed, dropout, min_part, sizes",
     [

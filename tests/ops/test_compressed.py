@@ -168,6 +168,7 @@ def test_a_query_chooses_the_best_complete_summaries_of_its_segment(index_dtype,
         assert not left or found[b, t, list(chosen)].min() >= max(left) - 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["xla", INTERPRETED])
 def test_the_reported_loss_is_the_mean_divergence(impl):
     """Of the indexer from the heads' weights of summaries, in a softmax with window and sinks."""
@@ -249,6 +250,7 @@ def test_kernels_have_no_limit_of_pairs_where_they_read_lists(top_k, refused):
         attend()
 
 
+@pytest.mark.slow
 @over_ops
 def test_chunks_of_queries_compute_the_same(op, monkeypatch):
     x = inputs.draw(op, length=23)

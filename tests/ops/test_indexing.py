@@ -259,6 +259,7 @@ def recall(candidates, x, top_k=8, shift=0.0):
     return np.mean([len(a & b) / len(b) for a, b in zip(got, want, strict=True)])
 
 
+@pytest.mark.slow
 def test_recall_rises_with_hashes_and_with_blocks():
     x = clustered(600)
     hashed = [recall(Hashed(n_hashes=n, n_buckets=16, n_nearest=64), x) for n in (1, 2, 4, 12)]
@@ -369,6 +370,8 @@ def test_a_query_sees_its_incomplete_block():
     assert all(set(range(t // 10 * 10, t + 1)) <= got[t] for t in range(30))
 
 
+# `test_no_array_holds_all_pairs` has their memory.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "candidates, most",
     [

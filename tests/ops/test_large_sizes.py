@@ -73,6 +73,7 @@ def test_kernels(op, options, name):
     check_call(op, options | dict(impl=INTERPRETED), name, LARGEST - 15, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["compress_len", "block_size"])
 def test_summaries_and_blocks(name):
     options = dict(compress_len=4, compress_stride=2, block_size=4, window=2, n_selected=2)

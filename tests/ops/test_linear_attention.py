@@ -138,6 +138,7 @@ def test_layers_with_a_gated_output_decode(factory):
     )
 
 
+@pytest.mark.slow  # `test_recurrence_kernel.py` has gradients too
 @pytest.mark.parametrize(
     "factory",
     [pytest.param(x, marks=[pytest.mark.slow] * (x is not retention.retention)) for x in KERNELS],

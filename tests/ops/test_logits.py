@@ -77,6 +77,8 @@ def test_a_step_is_the_last_row(row):
         np.testing.assert_allclose(out, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
+# The next one says that what padding holds changes nothing.
+@pytest.mark.slow
 @over(WITH_LOGITS, quick=one_of_each_kind)
 def test_padding_changes_no_real_position(row):
     against_oracle.test_padding_changes_no_real_position(row)

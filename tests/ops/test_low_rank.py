@@ -31,6 +31,7 @@ def attend(op, q, k, v, params=None, **options):
     return op(q, k, v, params=params, rng=KEY, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_short_computes_blocks_in_groups_as_at_once(causal, monkeypatch):
     q, k, v = draw(length=70)

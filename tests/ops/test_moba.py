@@ -80,6 +80,7 @@ def test_bfloat16_chooses_by_means_of_float32():
     assert np.mean(one != other) < 1e-3
 
 
+@pytest.mark.slow  # a `top_k` of 50 is among the oracle's options
 def test_with_all_blocks_it_is_dense():
     q, k, v = numbers(30)
     d_out = numbers(30, seed=1)[0]

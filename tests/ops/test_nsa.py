@@ -92,6 +92,7 @@ GATES = {
 }
 
 
+@pytest.mark.slow  # the equations have each branch too
 @pytest.mark.parametrize("branch", GATES)
 def test_each_branch_alone_can_be_dense(branch):
     """Summaries of one position, all blocks, a window of the whole sequence."""

@@ -27,6 +27,7 @@ PARTS = ("head", "feature", "delta")  # "gated delta" and "feature delta" have w
 LENGTH = 150  # two chunks, and a third that is not full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in KINDS]
 )

@@ -250,6 +250,7 @@ PACKED = np.repeat([[1, 2, 0]], [40, 17, 12], axis=1)
 PACKED_KEYS = np.repeat([[1, 2, 0]], [70, 30, 50], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, size, n_keys, options",
     [
@@ -269,6 +270,8 @@ def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
     assert_trees_close(got, want, 1e-5 if dtype == np.float32 else 2e-2)
 
 
+# `ops/test_learned_sinks.py` has these kernels, of flash.
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_of_dense_attention_is_the_same_function(causal):
     """Packed rows, dropout, and heads that share keys."""
@@ -360,6 +363,8 @@ def test_padding_behind_rows_reaches_cudnn(length, causal, pieces, monkeypatch):
     assert_trees_close(with_gradients(run)(d_out, q, k, v), with_gradients(want)(d_out, q, k, v))
 
 
+# `ops/test_logits.py` merges those of a ring's pieces.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "causal, given", [(False, {}), (True, {}), (True, "lengths"), (False, "segment_ids")]
 )

@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,6 @@ from reformax.training.fine_tuning import FineTuning, Lora
 from reformax.training.step import TrainState
 from tests.layers import plain
 from tests.training import worker
-from tests.training.scripts import call
 from tests.training.tiny import TinyLM, counting
 
 SIZES = dict(d_model=12, d_ff=20, n_heads=3, d_attention_key=4, d_attention_value=5, n_layers=2)
@@ -268,7 +266,7 @@ def test_a_run_that_tunes_drawn_weights_notes_it(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch, capsys):
+def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch, call):
     """By lora.gin behind its config, as the commands have it; nothing asks to be trusted."""
     monkeypatch.chdir(tmp_path)
     gpt2 = dict(attention_bias=True, tie_embeddings=True, ff_activation="gelu_tanh")
@@ -287,9 +285,8 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
     flags += ["--config=warmup_steps=1", "--config=fine_tuning.Lora.rank=2"]
 
     def called(main, *flags):
-        code, _, err = call(lambda: main(flags), monkeypatch, capsys)
+        code, _, err = call(lambda: main(flags))
         assert code == 0, err
-        gin.clear_config()
 
     called(train.main, *flags)
     called(evaluate.main, "--output_dir=tuned", "--data_dir=text.txt", "--quiet")
@@ -310,7 +307,7 @@ def test_a_converted_model_is_tuned_scored_and_given_back(tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_an_imported_decoder_learns_answers_and_is_given_back(tmp_path, monkeypatch, capsys):
+def test_an_imported_decoder_learns_answers_and_is_given_back(tmp_path, monkeypatch, call):
     """The page's commands: a folder comes in, learns prompts with answers, is scored, goes out."""
     monkeypatch.chdir(tmp_path)
     sizes = dict(vocab_size=256, d_model=16, d_ff=32, n_heads=2, n_kv_heads=1, n_layers=2)
@@ -323,9 +320,8 @@ def test_an_imported_decoder_learns_answers_and_is_given_back(tmp_path, monkeypa
     (tmp_path / "chats.jsonl").write_text("".join(lines))
 
     def called(main, *flags):
-        code, out, err = call(lambda: main(flags), monkeypatch, capsys)
+        code, out, err = call(lambda: main(flags))
         assert code == 0, err
-        gin.clear_config()
         return out
 
     called(convert.main, "--from=llama", "--to=base")

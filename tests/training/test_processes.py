@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -33,7 +32,6 @@ from reformax.training.lock import Lost
 from reformax.training.processes import Processes
 from tests import pages
 from tests.training import worker
-from tests.training.scripts import call
 
 ROOT = Path(__file__).resolve().parents[2]
 # Lines of what Gloo prints for each device, piece by piece: threads mix their pieces.
@@ -140,7 +138,7 @@ def lines(folder: Path, split: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch, capsys):
+def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch, call):
     """The commands of docs/devices.md: from a checkpoint of one process, and back to one."""
     text = (ROOT / "docs/devices.md").read_text()
     both = [command for command in pages.commands(text) if "--process_id=" in command]
@@ -164,8 +162,7 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
 
     def alone(folder: str, steps: int) -> None:
         more = ["--quiet", f"--output_dir={folder}", f"--config=loop.train.steps={steps}"]
-        code, _, err = call(train.main, monkeypatch, capsys, *settings, *more)
-        gin.clear_config()
+        code, _, err = call(train.main, *settings, *more)
         assert code == 0, err
 
     alone("runs/one", 6)
@@ -185,7 +182,7 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
     of_second = Path("runs/two/checkpoints/4/arrays/ocdbt.process_1/d")
     assert sum(path.stat().st_size for path in of_second.iterdir()) > 100_000
     alone("runs/two", 6)
-    evaluate_together("runs/two", monkeypatch, capsys)
+    evaluate_together("runs/two", call)
 
     one, two = Path("runs/one"), Path("runs/two")
     for split, names in (("train", ("bits_per_dim", "grad_norm")), ("valid", ("bits_per_dim",))):
@@ -251,11 +248,11 @@ def test_processes_with_other_data_end_before_step_1(tmp_path):
         assert "error: the data of test is " in said and " in process 1: give all" in said, said
 
 
-def evaluate_together(folder: str, monkeypatch, capsys) -> None:
+def evaluate_together(folder: str, call) -> None:
     """Two processes score what one does; `generate` refuses them."""
     options = [f"--output_dir={folder}", "--tokens=2000", "--by_position", "--quiet"]
     options += ["--config=loop.train.mesh={}", "--checkpoint=latest"]
-    code, told, err = call(evaluate.main, monkeypatch, capsys, *options)
+    code, told, err = call(evaluate.main, *options)
     assert code == 0, err
     kept = Path(folder) / "evaluation_valid.json"
     alone, _ = json.loads(kept.read_text()), kept.unlink()
@@ -350,11 +347,9 @@ def test_the_page_numbers_processes_in_a_shell(pattern, own, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "two", "train")] == [*range(1, 7)]
 
 
-def test_generation_refuses_several_processes_in_a_line(monkeypatch, capsys):
+def test_generation_refuses_several_processes_in_a_line(call):
     for given in (flags("here:1", 0), ["--distributed"]):
-        code, _, err = call(
-            generate.main, monkeypatch, capsys, "--output_dir=x", "--prompt=a", *given
-        )
+        code, _, err = call(generate.main, "--output_dir=x", "--prompt=a", *given)
         assert code == 2 and "text is written by one process" in err and err.count("\n") == 1
 
 
@@ -520,7 +515,7 @@ processes.meet(*here, 100, 100, 100)
 jax.distributed.initialize(*here)
 processes._LOOK = 0
 processes.watch()
-processes.Processes.of_jax().meet()
+processes.Processes.of_jax().barrier()
 """)
     address = f"localhost:{port()}"
     commands = [[address, str(index)] for index in range(4)]
@@ -545,10 +540,9 @@ processes.Processes.of_jax().meet()
         (["--start_timeout=9"], "start_timeout=9: this process is alone"),
     ],
 )
-def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, capsys):
+def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(train.main, monkeypatch, capsys, *given)
-    gin.clear_config()
+    code, out, err = call(train.main, *given)
     assert code == 2 and told in err and err.count("\n") == 1, err
     assert not out and not list(tmp_path.iterdir())
 
@@ -664,12 +658,12 @@ def test_every_process_sees_the_folder_of_process_0(both, second, seen, tmp_path
 def test_one_process_decides_by_itself():
     alone = Processes("alone")
     done = []
-    assert alone.same(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
+    assert alone.broadcast(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
     alone.by_all(lambda: done.append(1))
-    alone.meet()
+    alone.barrier()
     assert done == [1] and alone.stop_requests() == {} and alone.first
     with pytest.raises(OSError, match="no"):
-        alone.same(lambda: (_ for _ in ()).throw(OSError("no")))
+        alone.broadcast(lambda: (_ for _ in ()).throw(OSError("no")))
 
 
 @pytest.fixture
@@ -706,10 +700,10 @@ def test_processes_follow_the_first_one(both):
     def agree(own: Processes):
         if not own.first:
             own.request_stop("15")
-        own.meet()
-        stop_requests = own.same(lambda: {str(k): v for k, v in own.stop_requests().items()})
-        index = own.same(lambda: own.index)
-        branch = own.branch("other").same(lambda: [own.index, "other"])
+        own.barrier()
+        stop_requests = own.broadcast(lambda: {str(k): v for k, v in own.stop_requests().items()})
+        index = own.broadcast(lambda: own.index)
+        branch = own.branch("other").broadcast(lambda: [own.index, "other"])
         return stop_requests, index, branch, own.by_first(lambda: own.index)
 
     first, second = both(agree)

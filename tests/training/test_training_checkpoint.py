@@ -301,7 +301,7 @@ class OtherMachine:
     def branch(self, name):
         return self
 
-    def same(self, decide):
+    def broadcast(self, decide):
         return next(self._told)
 
     def by_all(self, do):

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import gin
 import numpy as np
 import pytest
 
@@ -16,7 +15,6 @@ from reformax.data.text import text
 from reformax.data.text_pairs import text_pairs
 from reformax.training import checkpoint, fingerprints
 from tests.training import worker
-from tests.training.scripts import call
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -49,15 +47,13 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train.py", *flags(folder)])
         assert train.main() == 0
-    gin.clear_config()
     return folder
 
 
 @pytest.fixture
 def folder(trained, tmp_path):
     """A copy of it."""
-    yield shutil.copytree(trained, tmp_path / "moved")
-    gin.clear_config()
+    return shutil.copytree(trained, tmp_path / "moved")
 
 
 def flags(folder, data="data"):
@@ -80,34 +76,34 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_text_stops_a_run_and_its_evaluation(folder, change, monkeypatch, capsys):
+def test_a_changed_text_stops_a_run_and_its_evaluation(folder, change, call):
     (folder / "data/a.txt").write_bytes(CHANGES[change](TEXT))
     before = (folder / "run/metrics.jsonl").read_bytes()
-    code, _, err = call(train.main, monkeypatch, capsys, *flags(folder), "--config=steps=5")
+    code, _, err = call(train.main, *flags(folder), "--config=steps=5")
     assert (code, err.count("\n")) == (1, 1)
     assert "the data is not that of checkpoint 3: " in err and "--allow_changed_data" in err
     assert "train was 1,800 bytes of CRC-32 " in err
     assert (folder / "run/metrics.jsonl").read_bytes() == before
     split = "train" if change in ("replaced", "one bit") else "test"
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *scored(folder), f"--split={split}")
+    code, out, err = call(evaluate.main, *scored(folder), f"--split={split}")
     assert (code, err.count("\n")) == (1, 1) and f"of checkpoint 3: {split} was " in err
     assert err.endswith("as it was, or score what is there with --allow_changed_data\n")
     assert not (folder / f"run/evaluation_{split}.json").exists()
 
 
 @pytest.mark.slow
-def test_runs_in_the_folder_of_their_text_are_no_text(folder, monkeypatch, capsys):
+def test_runs_in_the_folder_of_their_text_are_no_text(folder, call):
     own = [f"--data_dir={folder}", f"--output_dir={folder}/other"]
     config = f"--config_file={folder}/run.gin"
-    code, _, err = call(train.main, monkeypatch, capsys, *own, config)  # beside another run
+    code, _, err = call(train.main, *own, config)  # beside another run
     assert code == 0, err
-    code, out, err = call(train.main, monkeypatch, capsys, *own, config, "--config=steps=5")
+    code, out, err = call(train.main, *own, config, "--config=steps=5")
     assert code == 0 and "going on from step 3 to 5" in out, err
-    code, _, err = call(evaluate.main, monkeypatch, capsys, *own, "--trust_config")
+    code, _, err = call(evaluate.main, *own, "--trust_config")
     assert code == 0, err
 
 
-def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, no_search, monkeypatch, capsys):
+def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, no_search, call):
     for split, n in (("train", 90), ("val", 9), ("test", 9)):
         rows = [{"text": f"{split} {i} " + 9 * "words "} for i in range(n)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -121,35 +117,31 @@ def test_a_run_and_a_dry_run_begin_with_what_is_read(folder, no_search, monkeypa
     ]
     own = [*flags(folder, "own"), f"--output_dir={folder}/new"]
     for more in (["--dry_run"], []):
-        code, out, err = call(train.main, monkeypatch, capsys, *own, *more)
+        code, out, err = call(train.main, *own, *more)
         assert code == 0 and out.startswith(begin), err
         assert all(re.search(line, out) for line in lines)
     assert out.index("left out") < out.index("parameters,")
-    quiet = call(train.main, monkeypatch, capsys, *own, "--quiet", "--config=steps=4")[1]
+    quiet = call(train.main, *own, "--quiet", "--config=steps=4")[1]
     assert "left out" not in quiet
 
 
-def test_the_same_text_elsewhere_goes_on(folder, monkeypatch, capsys):
+def test_the_same_text_elsewhere_goes_on(folder, call):
     (folder / "data").rename(folder / "other")
     (folder / "other/a.txt").rename(folder / "other/b.txt")
-    code, out, _ = call(
-        train.main, monkeypatch, capsys, *flags(folder, "other"), "--config=steps=5"
-    )
+    code, out, _ = call(train.main, *flags(folder, "other"), "--config=steps=5")
     assert code == 0 and "the data has changed" not in out
     assert all(line["split"] != "data" for line in worker.record(folder / "run"))
-    code, _, _ = call(evaluate.main, monkeypatch, capsys, *scored(folder, "other"))
+    code, _, _ = call(evaluate.main, *scored(folder, "other"))
     assert code == 0
     assert "changed_data" not in json.loads((folder / "run/evaluation_valid.json").read_text())
 
 
 @pytest.mark.slow
-def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch, capsys):
+def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch, call):
     data = folder / "data/a.txt"
     data.write_bytes(TEXT + b"more text" * 9)
     allowed = "--allow_changed_data"
-    code, out, err = call(
-        evaluate.main, monkeypatch, capsys, *scored(folder), "--split=test", allowed
-    )
+    code, out, err = call(evaluate.main, *scored(folder), "--split=test", allowed)
     assert code == 0 and "note: the data has changed: test was 100 bytes" in out, err
     noted = json.loads((folder / "run/evaluation_test.json").read_text())["changed_data"]
     assert list(noted) == ["test"] and noted["test"]["is"].startswith("104 bytes of CRC-32 ")
@@ -159,8 +151,8 @@ def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr("reformax.cli.report.training", lambda *_, **__: 0)
         patch.setattr("reformax.training.loop.save", lambda run, state, temporary: None)
-        call(train.main, patch, capsys, *flags(folder), steps, allowed)
-    code, out, err = call(train.main, monkeypatch, capsys, *flags(folder), steps, allowed)
+        call(train.main, *flags(folder), steps, allowed)
+    code, out, err = call(train.main, *flags(folder), steps, allowed)
     assert code == 0 and "note: the data has changed: test was 100 bytes" in out, err
     lines = worker.record(folder / "run")
     (line,) = [line for line in lines if line["split"] == "data"]
@@ -171,10 +163,10 @@ def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch,
         "scored"
     ]["data"].startswith("104 bytes")
     # From here on the new text is the run's.
-    code, *_ = call(train.main, monkeypatch, capsys, *flags(folder), "--config=steps=6")
+    code, *_ = call(train.main, *flags(folder), "--config=steps=6")
     assert code == 0
     data.write_bytes(TEXT)
-    code, *_ = call(train.main, monkeypatch, capsys, *flags(folder), "--config=steps=7")
+    code, *_ = call(train.main, *flags(folder), "--config=steps=7")
     assert code == 1
 
 

@@ -1,6 +1,5 @@
 """Training and evaluation with a document mask: windows hide other documents."""
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from reformax.models import ReformerLM
 from reformax.ops import local, lsh
 from reformax.training import by_position, dry_run, evaluation, optimizer
 from tests.layers import plain
-from tests.training.scripts import call
 
 SIZES = dict(d_model=8, d_ff=8, n_heads=1, d_attention_key=8, d_attention_value=8, n_layers=2)
 CYCLE = local.local(chunk_len=4, window=3), lsh.lsh(chunk_len=64)
@@ -90,7 +88,9 @@ OFF, SINKS = (
 )
 
 
-def test_a_run_keeps_its_mask(tmp_path, monkeypatch, capsys):
+# An evaluation and a dry run have the mask too.
+@pytest.mark.slow
+def test_a_run_keeps_its_mask(tmp_path, call):
     (tmp_path / "run.gin").write_text(RUN)
     (tmp_path / "data").mkdir()
     for name in "abcd":
@@ -99,8 +99,7 @@ def test_a_run_keeps_its_mask(tmp_path, monkeypatch, capsys):
     flags = [f"--config_file={tmp_path}/run.gin", *own]
 
     def run(main, *arguments):
-        gin.clear_config()
-        return call(main, monkeypatch, capsys, *arguments)
+        return call(main, *arguments)
 
     code, _, err = run(train.main, *flags, SINKS)
     assert (code, err.count("\n")) == (2, 1) and "op is sinks() and rows are packed" in err

@@ -124,11 +124,11 @@ def test_a_budget_is_spread_over_the_split_and_is_part_of_the_whole():
         scored(max_tokens=0)
 
 
-@pytest.mark.parametrize("budget, of", [(1, 7), (3, 7), (7, 7), (50, 1000), (333, 1000)])
-def test_what_is_chosen_lies_evenly(budget, of):
-    chosen = [i for i in range(of) if in_budget(i, budget, of)]
+@pytest.mark.parametrize("budget, n", [(1, 7), (3, 7), (7, 7), (50, 1000), (333, 1000)])
+def test_what_is_chosen_lies_evenly(budget, n):
+    chosen = [i for i in range(n) if in_budget(i, budget, n)]
     assert len(chosen) == budget and chosen[0] == 0
-    gaps = np.diff([*chosen, of])
+    gaps = np.diff([*chosen, n])
     assert gaps.max() - gaps.min() <= 1
 
 

@@ -208,9 +208,8 @@ def test_one_that_does_not_fit_is_told_before_the_first_step(tmp_path, name, giv
 
 
 @pytest.mark.slow
-def test_a_config_names_them_and_its_saved_one_is_read(tmp_path, monkeypatch, capsys):
+def test_a_config_names_them_and_its_saved_one_is_read(tmp_path, monkeypatch, call):
     import train
-    from tests.training.scripts import call
 
     Path(tmp_path / "run.gin").write_text("""
 from __gin__ import dynamic_registration
@@ -233,13 +232,13 @@ long/evaluations.Evaluation.metric = 'accuracy'
     monkeypatch.chdir(tmp_path)
     flags = ["--config_file=run.gin", "--output_dir=out"]
     wrong = "--config=long/evaluations.Evaluation.split='nowhere'"
-    code, _, err = call(train.main, monkeypatch, capsys, *flags, wrong)
+    code, _, err = call(train.main, *flags, wrong)
     assert code == 2 and "evaluations['long']: split='nowhere' must be one of train" in err, err
     wrong = "--config=long/evaluations.Evaluation.stride=199"
-    code, _, err = call(train.main, monkeypatch, capsys, *flags, wrong)
+    code, _, err = call(train.main, *flags, wrong)
     line = "long/evaluations.Evaluation.stride=199 must not be above its length of 128"
     assert code == 2 and line in err, err
-    code, out, err = call(train.main, monkeypatch, capsys, *flags)
+    code, out, err = call(train.main, *flags)
     assert code == 0, err
     assert "step 2: long 0." in out and "accuracy" in out
     assert "\nlong accuracy: 0." in out.partition("bits per byte): ")[2]  # below the run's own
@@ -248,7 +247,7 @@ long/evaluations.Evaluation.metric = 'accuracy'
     import evaluate as script
 
     flags = ["--output_dir=out", "--tokens=256", "--quiet"]
-    code, out, err = call(script.main, monkeypatch, capsys, *flags)
+    code, out, err = call(script.main, *flags)
     assert code == 0, err
 
 

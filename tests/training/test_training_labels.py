@@ -23,7 +23,6 @@ from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import TrainState
 from tests.layers import plain
 from tests.training import tiny
-from tests.training.scripts import call
 
 SMALL = dict(vocab_size=8, d_model=8, d_ff=8, n_layers=1, n_heads=1, dropout=0.0)
 RUN = """
@@ -70,13 +69,11 @@ def first_token(pairs=False, n_classes=4):
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_learns_classes_and_says_how_many_are_right(pairs, tmp_path, monkeypatch, capsys):
+def test_a_run_learns_classes_and_says_how_many_are_right(pairs, tmp_path, monkeypatch, call):
     (tmp_path / "run.gin").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     flags = [f"--config={x}.pairs=True" for x in ("encoder.TransformerEncoder", NAME)] * pairs
-    code, out, err = call(
-        train.main, monkeypatch, capsys, "--config_file=run.gin", "--output_dir=run", *flags
-    )
+    code, out, err = call(train.main, "--config_file=run.gin", "--output_dir=run", *flags)
     assert code == 0, err
     assert "bits per label, accuracy " in out
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -84,7 +81,7 @@ def test_a_run_learns_classes_and_says_how_many_are_right(pairs, tmp_path, monke
     assert lines[-1]["bits_per_label"] < lines[0]["bits_per_label"]
 
     trusted = ["--output_dir=run", "--trust_config"]
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *trusted, "--batch_size=10")
+    code, out, err = call(evaluate.main, *trusted, "--batch_size=10")
     assert code == 0, err
     assert f"accuracy: {lines[-1]['accuracy']:.4f}" in out
     assert f"bits_per_label: {lines[-1]['bits_per_label']:.4f}" in out
@@ -92,7 +89,7 @@ def test_a_run_learns_classes_and_says_how_many_are_right(pairs, tmp_path, monke
         (evaluate.main, "--by_position", "has one target a row, its class"),
         (generate.main, "--prompt=1", "TransformerEncoder, which does not write text"),
     ):
-        code, _, err = call(main, monkeypatch, capsys, *trusted, flag)
+        code, _, err = call(main, *trusted, flag)
         assert code != 0 and message in err.strip().splitlines()[-1]
 
 

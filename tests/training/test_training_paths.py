@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import gin
 import numpy as np
 import pytest
 
@@ -17,7 +16,6 @@ from reformax.declared import SettingError
 from reformax.training import array_reader, arrays, loop
 from reformax.training.checkpoint import Checkpoints, NotSaved
 from tests.training import worker
-from tests.training.scripts import call
 from tests.training.test_training_saved_run import RUN
 
 NAMES = {
@@ -42,8 +40,7 @@ def written(tmp_path, monkeypatch):
     """The working directory, with a text and a config."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
 def write(folder):
@@ -93,7 +90,7 @@ def test_a_run_is_saved_and_restored_in_a_folder_of_any_name(tmp_path, elsewhere
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["the working directory", "the output_dir"])
 @pytest.mark.parametrize("name", ["lr[0.1]", "back\\slash"], ids=["brackets", "a backslash"])
-def test_every_command_works_there(written, monkeypatch, capsys, name, where):
+def test_every_command_works_there(written, monkeypatch, name, where, call):
     output_dir = f"runs/{name}"
     if where == "the working directory":
         (written / name).mkdir()
@@ -102,7 +99,7 @@ def test_every_command_works_there(written, monkeypatch, capsys, name, where):
         output_dir = "runs/it"
 
     def ok(main, *arguments):
-        code, out, err = call(main, monkeypatch, capsys, *arguments)
+        code, out, err = call(main, *arguments)
         assert code == 0, err
         return out
 

@@ -40,6 +40,7 @@ def both(model, inputs, backprop_len):
     return parts(params, batch, None, weight), whole(params, batch, None, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pos_type", ["rotary", "sinusoidal", "none"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_the_loss_of_parts_is_that_of_whole_rows(packed, pos_type):
@@ -75,6 +76,7 @@ def test_gradients_end_at_the_part():
     assert_trees_close(grads["logits"], want["logits"], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_of_parts(accumulate):
     """The setting reaches the step: its loss is that of whole rows, its update another."""

@@ -6,7 +6,6 @@ import pytest
 from reformax.cli import train
 from reformax.training import loop, profile
 from tests.training import worker
-from tests.training.scripts import call
 
 TINY = ("d_model=16", "d_ff=16", "d_head=8", "n_heads=2", "n_layers=2", "length=64")
 TINY += ("batch_size=2", "warmup_steps=1", "stdlib.stdlib.max_bytes=20_000")
@@ -23,11 +22,9 @@ def calls(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_flag_writes_a_trace_into_the_folder(tmp_path, monkeypatch, capsys):
+def test_the_flag_writes_a_trace_into_the_folder(tmp_path, call):
     flags = [f"--config={x}" for x in (*TINY, "steps=10")]
-    code, out, err = call(
-        train.main, monkeypatch, capsys, f"--output_dir={tmp_path}", "--profile", *flags
-    )
+    code, out, err = call(train.main, f"--output_dir={tmp_path}", "--profile", *flags)
     assert code == 0, err
     assert list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb"))
     assert "tensorboard/ profile/\n" in out

@@ -8,7 +8,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from reformax.data import text
-from reformax.generation import alphabets
+from reformax.generation import tokenizers
 from reformax.models import TransformerEncoder, TransformerLM
 from reformax.ops import local
 from reformax.training import callbacks, loop, samples, wandb_log
@@ -201,10 +201,10 @@ def test_tokens_and_texts_of_every_kind_of_model():
         (2, "ab", [99, 100]),  # bytes behind two reserved ids
         (None, "1 2 3 ", [1, 2, 3]),
     ):
-        alphabet = alphabets.alphabet_of(offset=offset)
-        assert alphabet.encode(written.encode()) == tokens
-        assert alphabet.stream()(tokens, True) == written
-    assert alphabets.alphabet_of(offset=1).stream()([0, 98, 1], True) == "a\n"
+        tokenizer = tokenizers.tokenizer_of(offset=offset)
+        assert tokenizer.encode(written.encode()) == tokens
+        assert tokenizer.stream()(tokens, True) == written
+    assert tokenizers.tokenizer_of(offset=1).stream()([0, 98, 1], True) == "a\n"
 
 
 def test_weights_and_biases_gets_a_page(monkeypatch):

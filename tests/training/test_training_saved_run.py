@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gin
 import jax
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.training import arrays
 from tests.training import worker
-from tests.training.scripts import call
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -75,12 +73,11 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def run(made, tmp_path, monkeypatch, capsys):
+def run(made, tmp_path, monkeypatch, call):
     """`(exit code, stdout, stderr)` of a script with flags, in a copy of that folder."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    yield lambda main, *flags: call(main, monkeypatch, capsys, "--output_dir=run", *flags)
-    gin.clear_config()
+    return lambda main, *flags: call(main, "--output_dir=run", *flags)
 
 
 def scored(split="valid"):
@@ -370,17 +367,17 @@ def write_run(folder, value):
 
 
 @pytest.mark.parametrize("value, said", [(math.nan, "logits.w"), (3e38, "")])
-def test_what_is_not_finite_is_no_result(value, said, tmp_path, monkeypatch, capsys):
+def test_what_is_not_finite_is_no_result(value, said, tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", value)
     (tmp_path / "text").write_bytes(bytes(range(32, 127)) * 50)
     flags = ["--output_dir=run", "--data_dir=text", "--length=16"]
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags)
+    code, out, err = call(evaluate.main, *flags)
     assert (code, out) == (1, "") and not list(tmp_path.rglob("evaluation*"))
     line = err.splitlines()[-1]
     assert line.startswith("error: ") and "finite" in line if said else "is nan" in line
     assert said in line
     flags = ["--from=run", "--to=deep/made.pkl.gz"]
-    code, _, err = call(convert.main, monkeypatch, capsys, *flags)
+    code, _, err = call(convert.main, *flags)
     assert code == 1 and said in err and "finite" in err and err.count("\n") == 1
     assert {p.name for p in tmp_path.iterdir()} == {"run", "text"}

@@ -15,7 +15,6 @@ import train
 from reformax.cli import config, configs, parsed
 from reformax.training import loop, optimizer
 from tests.training import tiny, worker
-from tests.training.scripts import call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,19 +54,16 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "configs" / "base.gin").write_text(BASE)
     (tmp_path / "configs" / "run.gin").write_text(RUN)
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
-def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
+def test_a_config_trains_and_evaluates(folder, call):
     overrides = [
         "--config=loop.train.seed=3",
         "--config=steps=11",
         "--config=tiny.TinyLM.d_model=5",
     ]
-    code, out, _ = call(
-        train.main, monkeypatch, capsys, "--config_file=configs/run.gin", *overrides
-    )
+    code, out, _ = call(train.main, "--config_file=configs/run.gin", *overrides)
     assert code == 0
     run = folder / "runs" / "run"  # the default: by the config's name, in the working directory
     last = worker.record(run)[-1]
@@ -83,7 +79,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
         assert line in written
     (folder / "configs" / "run.gin").unlink()
     flags = ["--output_dir=runs/run", "--split=test", "--trust_config"]
-    code, out, _ = call(evaluate.main, monkeypatch, capsys, *flags)
+    code, out, _ = call(evaluate.main, *flags)
     assert code == 0
     result = json.loads((run / "evaluation_test.json").read_text())
     assert out.splitlines()[-1] == f"bits_per_dim: {result['bits_per_dim']:.4f}"
@@ -95,7 +91,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
     # Each flag is heeded.
     def scored(*more):
         flags = ["--output_dir=runs/run", "--trust_config", *more]
-        code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
+        code, _, err = call(evaluate.main, *flags)
         assert code == 0, err
         return json.loads((run / "evaluation_valid.json").read_text())
 
@@ -111,12 +107,12 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
     # The same command again finds it finished; with more steps it goes on, and says what changed.
     flags = ["--config_file=runs/run/config.gin", "--output_dir=runs/run"]
     before = sorted((run / "tensorboard").iterdir())
-    assert ", at step 11 of 11 already, in " in call(train.main, monkeypatch, capsys, *flags)[1]
-    code, out, err = call(train.main, monkeypatch, capsys, *flags, "--quiet")
+    assert ", at step 11 of 11 already, in " in call(train.main, *flags)[1]
+    code, out, err = call(train.main, *flags, "--quiet")
     assert code == 0 and err == "" and worker.record(run)[-1] == last
     assert [line.split()[0] for line in out.splitlines()] == ["valid", "in", "next:"]
     assert sorted((run / "tensorboard").iterdir()) == before
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags, "--config=steps=13")
+    code, out, _ = call(train.main, *flags, "--config=steps=13")
     assert code == 0 and "- steps = 11\n+ steps = 13" in out
     assert "going on from step 11 to 13" in out
 
@@ -129,21 +125,21 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
         (["--data_dir=empty"], "no data in data_dir=empty"),
     ]:
         flags = ["--output_dir=runs/run", "--trust_config", *more]
-        code, out, err = call(evaluate.main, monkeypatch, capsys, *flags)
+        code, out, err = call(evaluate.main, *flags)
         assert code in (1, 2) and err.count("\n") == 1 and message in err
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
+def test_the_best_checkpoint_is_scored(folder, call):
     # A learning rate that explodes after step 10: the last evaluation is the worse one.
     flags = ["--config_file=run.gin", "--output_dir=out", "--config=steps=30"]
     flags += ["--config=optimizer.cosine.max_value=5.0", "--config=optimizer.adamw.clip=None"]
     (folder / "run.gin").write_text(RUN.replace("base.gin", "configs/base.gin"))
-    assert call(train.main, monkeypatch, capsys, *flags)[0] == 0
+    assert call(train.main, *flags)[0] == 0
     valid = {x["step"]: x["bits_per_dim"] for x in worker.record("out") if x["split"] == "valid"}
     best = min(valid, key=valid.get)
     flags = ["--output_dir=out", "--trust_config"]
-    code, _, _ = call(evaluate.main, monkeypatch, capsys, *flags)
+    code, _, _ = call(evaluate.main, *flags)
     result = json.loads((folder / "out" / "evaluation_valid.json").read_text())
     assert (result["checkpoint_steps"], result["bits_per_dim"]) == ([best], valid[best])
 
@@ -169,7 +165,7 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         (["--output_dir=file/out"], 1, "cannot be written"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message):
+def test_a_mistake_is_one_line(folder, monkeypatch, flags, code, message, call):
     (folder / "file").write_text("")
     configs = folder / "configs"
     (configs / "empty.gin").write_text("")
@@ -179,27 +175,27 @@ def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message
     monkeypatch.setattr("reformax.cli.configs.FOLDER", configs)
     if not any(flag.startswith("--config_file") for flag in flags):
         flags = ["--config_file=run.gin", *flags]
-    got, out, err = call(train.main, monkeypatch, capsys, *flags)
+    got, out, err = call(train.main, *flags)
     assert got == code and message in err
     lines = [line for line in err.splitlines() if not line.startswith(("usage:", " "))]
     assert len(lines) == 1 and "error: " in lines[0]
     assert not (folder / "runs").exists()
 
 
-def test_a_traceback_is_shown_on_request_and_for_faults(folder, monkeypatch, capsys):
+def test_a_traceback_is_shown_on_request_and_for_faults(folder, call):
     flags = ["--config_file=configs/run.gin", "--config=loop.train.steps=0"]
-    assert call(train.main, monkeypatch, capsys, *flags)[0] == 2
+    assert call(train.main, *flags)[0] == 2
     with pytest.raises(ValueError, match="steps is 0"):
-        call(train.main, monkeypatch, capsys, *flags, "--traceback")
+        call(train.main, *flags, "--traceback")
     with pytest.raises(ZeroDivisionError):
-        call(lambda: 1 // 0, monkeypatch, capsys)
+        call(lambda: 1 // 0)
 
 
-def test_an_interrupt_before_the_first_step_is_no_fault(monkeypatch, capsys):
+def test_an_interrupt_before_the_first_step_is_no_fault(call):
     def interrupted():
         raise KeyboardInterrupt
 
-    assert call(interrupted, monkeypatch, capsys) == (130, "", "stopped\n")
+    assert call(interrupted) == (130, "", "stopped\n")
 
 
 def test_files_and_overrides_win_in_their_order(folder):
@@ -313,27 +309,27 @@ def test_includes_are_of_the_folder_in_use(folder):
 
 
 @pytest.mark.slow
-def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
+def test_an_override_that_nothing_uses_is_told(folder, call):
     flags = ["--config_file=configs/run.gin", "--config=optimizer.adam.b1=0.5", "--config=steps=3"]
     flags += ["--config=optimizer.adamw.b1=0.5", "--config=small/tiny.counting.noise=0.2"]
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    code, out, _ = call(train.main, *flags)
     assert code == 0 and out.count("note:") == 1
     assert "note: --config='optimizer.adam.b1=0.5' sets something that this run does not use" in out
     flags += ["--config=rate=0.5", "--output_dir=runs/other"]
     with open("configs/run.gin", "a") as file:
         file.write("\nrate = 0.1\n")
-    out = call(train.main, monkeypatch, capsys, *flags)[1]
+    out = call(train.main, *flags)[1]
     assert out.count("note:") == 2 and "note: --config='rate=0.5' sets something" in out
     # Before the first step, and in a dry run.
     assert out.index("note:") < out.index("step 3: valid")
-    out = call(train.main, monkeypatch, capsys, *flags, "--dry_run")[1]
+    out = call(train.main, *flags, "--dry_run")[1]
     assert out.count("note:") == 2
 
 
-def test_a_misspelt_name_of_a_file_is_told(folder, monkeypatch, capsys):
+def test_a_misspelt_name_of_a_file_is_told(folder, call):
     Path("configs/mine.gin").write_text("include 'run.gin'\nstesp = 3\n")
     flags = ["--config_file=configs/mine.gin", "--output_dir=runs/mine"]
-    code, _, err = call(train.main, monkeypatch, capsys, *flags)
+    code, _, err = call(train.main, *flags)
     assert code == 2 and not Path("runs/mine").exists()
     assert (
         err == "error: configs/mine.gin sets stesp, and nothing has %stesp; did you mean steps?\n"
@@ -343,7 +339,7 @@ def test_a_misspelt_name_of_a_file_is_told(folder, monkeypatch, capsys):
         "from __gin__ import dynamic_registration\nfrom reformax.training import optimizer as o\n"
         "include 'run.gin'\nsteps = 3\no.adamw.b1 = 0.5\noptimizer.adam.b1 = 0.5\n"
     )
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    code, out, _ = call(train.main, *flags)
     assert code == 0 and out.count("note:") == 1
     assert "note: configs/mine.gin sets optimizer.adam.b1, which this run does not use" in out
 
@@ -353,26 +349,25 @@ def test_a_setting_may_take_the_place_of_a_files_macro(tmp_path):
     path.write_text("length = 64\nloop.train.length = %length\n")
     config.parse([str(path)], ["loop.train.length=32"])
     assert parsed.bindings(loop.train, ["length"]) == {"length": 32}
-    gin.clear_config()
 
 
 @pytest.mark.parametrize("which", ["best", "average:5"])
-def test_evaluating_a_folder_without_a_run_is_told(which, folder, monkeypatch, capsys):
+def test_evaluating_a_folder_without_a_run_is_told(which, folder, call):
     flags = ["--output_dir=nowhere", f"--checkpoint={which}"]
-    code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
+    code, _, err = call(evaluate.main, *flags)
     assert code == 2 and "output_dir=nowhere holds no run" in err and err.count("\n") == 1
 
 
-def test_a_signal_ends_the_script_saved(folder, monkeypatch, capsys):
+def test_a_signal_ends_the_script_saved(folder, monkeypatch, call):
     signals = [f"--config=small/tiny.counting.{x}" for x in ("signal_step=5", "number=15")]
     flags = ["--config_file=configs/run.gin", "--output_dir=out"]
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # JAX read it before
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags, *signals)
+    code, out, _ = call(train.main, *flags, *signals)
     assert code == 143
     assert "stopped by SIGTERM; saved at step" in out
     again = "JAX_NUM_CPU_DEVICES=1 python script.py --config_file=configs/run.gin --output_dir=out"
     assert re.search(f"to go on: (JAX_PLATFORMS=cpu )?{re.escape(again)}", out)
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    code, out, _ = call(train.main, *flags)
     assert code == 0 and "going on from step" in out
 
 
@@ -385,13 +380,13 @@ def test_a_script_runs_as_a_program_from_any_folder(folder):
     assert process.stderr == "error: loop.train.length is 0: expected at least 1\n"
 
 
-def test_a_warm_up_longer_than_the_run_is_told_as_it_was_typed(folder, monkeypatch, capsys):
+def test_a_warm_up_longer_than_the_run_is_told_as_it_was_typed(folder, call):
     flags = ["--config_file=configs/run.gin", "--config=steps=2", "--output_dir=out"]
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    code, out, _ = call(train.main, *flags)
     assert code == 0
     line = "note: optimizer.cosine.warmup_steps=2 is not below steps=2: the learning rate does"
     assert line in out, out
-    assert "is not below" not in call(train.main, monkeypatch, capsys, *flags)[1]  # no step is left
+    assert "is not below" not in call(train.main, *flags)[1]  # no step is left
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from reformax.data.text_pairs import text_pairs
 from reformax.training import checkpoint, loop, optimizer
 from reformax.training.evaluation import evaluate as score
 from tests.training import tiny, worker
-from tests.training.scripts import call
 
 
 class TinyTranslator(tiny.TinyLM):
@@ -189,17 +188,17 @@ loop.train.length = 32
 """
 
 
-def test_evaluate_scores_with_the_runs_vocabulary(run, monkeypatch, capsys, tmp_path):
+def test_evaluate_scores_with_the_runs_vocabulary(run, tmp_path, call):
     data, folder, _ = run
     (folder / "config.gin").write_text(CONFIG.format(data=data))
     flags = [f"--output_dir={folder}", "--split=test", f"--data_dir={data}", "--beam_size=0"]
     flags.append("--trust_config")
-    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--checkpoint=average:3")
+    code, out, err = call(evaluate.main, *flags, "--checkpoint=average:3")
     assert code == 0, err
     result = json.loads((folder / "evaluation_test.json").read_text())
     assert result["checkpoint_steps"] == [8, 10, 12] and "mean of the checkpoints" in out
     assert f"bits_per_token: {result['bits_per_token']:.4f}" in out
     (folder / "vocabulary.model").rename(tmp_path / "kept")
-    code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
+    code, _, err = call(evaluate.main, *flags)
     (tmp_path / "kept").rename(folder / "vocabulary.model")
     assert code == 1 and "vocabulary.model is missing" in err and err.count("\n") == 1

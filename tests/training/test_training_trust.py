@@ -19,7 +19,6 @@ from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.data import wmt
 from reformax.training import loop, manifest
-from tests.training.scripts import call
 
 ROOT = Path(__file__).resolve().parents[2]
 DYNAMIC = "from __gin__ import dynamic_registration\n"
@@ -133,7 +132,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    gin.clear_config()
     _forget()
 
 
@@ -232,7 +230,6 @@ def test_configs_of_this_package_are_read_back(path):
     text = gin.config_str()
     config.parse_saved(text, "config.gin")
     assert gin.config_str() == text
-    gin.clear_config()
 
 
 def test_functions_of_jax_and_optax_are_read(folder):
@@ -303,7 +300,7 @@ def change(folder, step=0, **values):
     ],
     ids=["evaluate", "generate", "convert"],
 )
-def test_the_scripts_run_no_code_of_a_folder(main, flags, place, run, folder, monkeypatch, capsys):
+def test_the_scripts_run_no_code_of_a_folder(main, flags, place, run, folder, call):
     shutil.copytree(run, folder / "run")
     text = (folder / "run/config.gin").read_text()
     hostile = f"{text}\nimport os\n{MKDIR}loop.train.batch_size = @os.mkdir()\n"
@@ -312,7 +309,7 @@ def test_the_scripts_run_no_code_of_a_folder(main, flags, place, run, folder, mo
         change(folder / "run", config=None)
     else:
         change(folder / "run", config=hostile)
-    code, out, err = call(main, monkeypatch, capsys, *flags)
+    code, out, err = call(main, *flags)
     assert (code, out) == (2, "") and not (folder / "marker").exists()
     assert err.count("\n") == 1 and f"{place}, line " in err
     assert "names os.mkdir, which is no model" in err and "--trust_config" in err

@@ -202,6 +202,7 @@ def test_strangers_are_not_heard():
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, others, told",
     [

@@ -21,8 +21,7 @@ from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.copies import Copies, in_words
-from reformax.training.checkpoint.names import OLD
-from reformax.training.checkpoint.reading import TEMPORARY, CheckpointReader, is_temporary
+from reformax.training.checkpoint.reading import OLD, TEMPORARY, CheckpointReader, is_temporary
 from reformax.training.lock import Lost, raise_if_lost
 from reformax.training.named_tensors import named
 from reformax.training.processes import Processes
@@ -89,10 +88,10 @@ class Checkpoints(CheckpointReader):
         """
         damaged, together = {}, self._processes
         part = together.index, together.count
-        if self._copies is not None and not together.same(self.steps):
+        if self._copies is not None and not together.broadcast(self.steps):
             self.notes += self._copies.fetch_all(self.folder)
-        for step in reversed(together.same(self.steps)):
-            listed = together.count > 1 and together.same(partial(self._is_listed, step))
+        for step in reversed(together.broadcast(self.steps)):
+            listed = together.count > 1 and together.broadcast(partial(self._is_listed, step))
             harms = together.by_all(partial(self._harm_once_shown, step, part, listed))
             if (harm := next(filter(None, harms), None)) is None:
                 self._damaged, self._checked = damaged, step
@@ -214,7 +213,7 @@ class Checkpoints(CheckpointReader):
             temporary.mkdir()
             return unproven
 
-        unproven = self._processes.same(make)
+        unproven = self._processes.broadcast(make)
         if not tensors:
             return None, None
         saving = arrays_lib.Saving(temporary / "arrays", tensors)
@@ -263,7 +262,7 @@ class Checkpoints(CheckpointReader):
                 f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
             )
         if self._copies is not None:
-            self._copier.submit(self._copy, self._copies, step, together.same(self.steps))
+            self._copier.submit(self._copy, self._copies, step, together.broadcast(self.steps))
 
     def _copy(self, copies: Copies, step: int, kept: list[int]) -> None:
         try:

@@ -100,7 +100,7 @@ class Copies:
                     shutil.copyfileobj(source, target, _BLOCK)
             manifest.flushed(folder, lambda name: False)
 
-        found = self._processes.same(names)
+        found = self._processes.broadcast(names)
         self._processes.by_all(fetch)
         self._processes.by_first(
             lambda: durable.write(folder / manifest.FILE, (there / manifest.FILE).read_bytes())
@@ -127,7 +127,7 @@ class Copies:
 
         fetched, notes, damaged = [], [], None
         try:
-            for step in together.same(self.steps):
+            for step in together.broadcast(self.steps):
                 temporary = folder / f"tmp.{step}"
                 together.by_first(partial(make, temporary))
                 try:

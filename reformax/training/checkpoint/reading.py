@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,12 +15,12 @@ from reformax import durable, memory
 from reformax.declared import SettingError
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
-from reformax.training.checkpoint.names import CheckpointNames
 from reformax.training.named_tensors import FIX, as_tree, check_fits, named
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # of tensors, by name
 
 
+OLD = "tmp.old."  # begins the name of a checkpoint while a new one takes its name
 TEMPORARY = "temporary"  # the name in checkpoint.json
 
 
@@ -28,13 +29,47 @@ def is_temporary(described: dict[str, Any]) -> bool:
     return described["extra"].get(TEMPORARY) is True
 
 
-class CheckpointReader(CheckpointNames):
-    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile."""
+class CheckpointReader:
+    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile.
+
+    Attributes:
+      folder: DIR/checkpoints.
+    """
 
     def __init__(self, output_dir: str | os.PathLike):
         """Takes a run's folder, which need not exist."""
-        super().__init__(output_dir)
+        self.folder = Path(output_dir).absolute() / "checkpoints"
         self._checked: int | None = None  # a step that was found whole
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending.
+
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        names = [name for name in self._entries() if name.isascii() and name.isdecimal()]
+        # Others, such as 007, are no name that a checkpoint gets.
+        steps = {int(name) for name in names if len(name) < 19 and name == str(int(name))}
+        return sorted({*steps, *self.renamed()})
+
+    def of_step(self, step: int) -> Path:
+        """The folder of a checkpoint, which need not exist."""
+        folder = self.folder / str(step)
+        return folder if os.path.lexists(folder) else self.renamed().get(step, folder)
+
+    def starting_with(self, prefix: str) -> list[Path]:
+        """The paths of the names that start so."""
+        return [self.folder / name for name in self._entries() if name.startswith(prefix)]
+
+    def renamed(self) -> dict[int, Path]:
+        """Checkpoints that were about to be replaced when a run was killed."""
+        return {
+            int(step): old
+            for old in self.starting_with(OLD)
+            if (step := old.name.removeprefix(OLD)).isdecimal()
+            and not os.path.lexists(self.folder / step)
+            and not old.is_symlink()
+        }
 
     def best_step(self, skip_unreadable: bool = False) -> int | None:
         """The step with the lowest score; None if no checkpoint has one.
@@ -160,6 +195,18 @@ class CheckpointReader(CheckpointNames):
                 f"the vocabulary of {self.folder.parent} is {fingerprint} and that of checkpoint "
                 f"{step} is {trained_with}: copy the run's own vocabulary.model back"
             )
+
+    def _entries(self) -> list[str]:
+        """Every name in the folder; none where there is no folder."""
+        try:
+            with durable.explaining("read", self.folder):
+                return os.listdir(self.folder)
+        except FileNotFoundError:
+            if self.folder.is_symlink():
+                raise OSError(
+                    f"{self.folder} is a link to a folder that is not there: mount its disk"
+                ) from None
+            return []
 
     def _best(self, read: dict[int, dict[str, Any]]) -> int | None:
         scores = {step: x["score"] for step, x in read.items() if x["score"] is not None}

@@ -1,4 +1,4 @@
-"""Alphabets: text to tokens, and tokens to text as they come.
+"""Tokenizers: text to tokens, and tokens to text as they come.
 
 A model of bytes reads and writes UTF-8; byte 0 is its token `offset`, and ids below are reserved. A
 model of pieces has the vocabulary of its run. Every other model reads and writes numbers separated
@@ -19,7 +19,7 @@ N_BYTES = 256  # the vocabulary of a model of bytes, without reserved ids
 _CHARACTER = 8  # pieces: a character has at most 4 bytes
 
 
-class Alphabet(Protocol):
+class Tokenizer(Protocol):
     """Encodes prompts and decodes tokens of a model."""
 
     def encode(self, text: bytes) -> list[int]:
@@ -29,19 +29,19 @@ class Alphabet(Protocol):
         """A function of the next tokens and whether they are the last; returns what is complete."""
 
 
-def alphabet_of(vocabulary: Any = None, offset: int | None = None) -> Alphabet:
-    """The alphabet of a model.
+def tokenizer_of(vocabulary: Any = None, offset: int | None = None) -> Tokenizer:
+    """The tokenizer of a model.
 
     Args:
       vocabulary: the run's `reformax.task.Vocabulary`, if it has one.
       offset: the token of byte 0; None if the model is not one of bytes.
     """
     if vocabulary is not None:
-        return PieceAlphabet(vocabulary)
-    return NumberAlphabet() if offset is None else ByteAlphabet(offset)
+        return PieceTokenizer(vocabulary)
+    return NumberTokenizer() if offset is None else ByteTokenizer(offset)
 
 
-class ByteAlphabet:
+class ByteTokenizer:
     """UTF-8. The border after a document, byte 0, is written as a newline."""
 
     def __init__(self, offset: int):
@@ -62,7 +62,7 @@ class ByteAlphabet:
         return text
 
 
-class PieceAlphabet:
+class PieceTokenizer:
     """The pieces of a vocabulary."""
 
     def __init__(self, vocabulary: Any):
@@ -96,7 +96,7 @@ class PieceAlphabet:
         return text
 
 
-class NumberAlphabet:
+class NumberTokenizer:
     """Numbers separated by spaces."""
 
     def encode(self, text: bytes) -> list[int]:

@@ -18,7 +18,7 @@ from jaxtyping import Int, UInt8
 
 from reformax import durable
 from reformax.data.base import SPLITS
-from reformax.data.draws import philox
+from reformax.data.rng import philox
 from reformax.declared import SettingError, user_path
 
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     classes: UInt8[np.ndarray, " n"]
 
 
-def drawn_blocks(
+def synthetic_blocks(
     draw: Callable[[np.random.Generator], Block],
     size: int,
     data_seed: int,

@@ -1,4 +1,4 @@
-"""The scores of a run: what an evaluation scores, and with which others its score compares."""
+"""Evaluates a run's parameters, and says which of its scores compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reformax.training.loss import metric_name
 from reformax.training.settings import TrainSettings
 
 
-class Scores:
+class Evaluator:
     """Scores the parameters of a run by one of its evaluations.
 
     Attributes:
@@ -31,8 +31,8 @@ class Scores:
     @property
     def of_part(self) -> bool:
         """Whether the tokens to score are less than the split."""
-        of = self.evaluation
-        return of.tokens is not None and of.tokens < of.task.n_targets(of.split)
+        one = self.evaluation
+        return one.tokens is not None and one.tokens < one.task.n_targets(one.split)
 
     def needs_all(self, last: bool) -> bool:
         """Whether an evaluation, the last one or not, scores the whole split besides a part."""
@@ -48,16 +48,16 @@ class Scores:
         Args:
           data: the fingerprints of splits.
         """
-        of = self.evaluation
-        kind = {"split": of.split, "metric": self.metric}
-        kind |= {name: of.sizes[name] for name in ("length", "stride")}
-        if (fingerprint := data.get(data_key(of))) is not None:
+        one = self.evaluation
+        kind = {"split": one.split, "metric": self.metric}
+        kind |= {name: one.sizes[name] for name in ("length", "stride")}
+        if (fingerprint := data.get(data_key(one))) is not None:
             kind["data"] = fingerprint
         if self.of_part:  # whole batches of it
-            kind |= {"tokens": of.tokens, "batch_size": of.batch_size}
+            kind |= {"tokens": one.tokens, "batch_size": one.batch_size}
         return kind
 
-    def of(
+    def evaluate(
         self, params: Any, step: int, last: bool, should_stop: Callable[[], bool]
     ) -> dict[str, Any] | None:
         """Evaluates `params`.
@@ -76,15 +76,15 @@ class Scores:
         Raises:
           FloatingPointError: its bits or its metric are not finite.
         """
-        settings, of = self._settings, self.evaluation
+        settings, one = self._settings, self.evaluation
         result = evaluation.evaluate(
             self._model,
             params,
-            of.task,
-            of.split,
-            **of.sizes,
+            one.task,
+            one.split,
+            **one.sizes,
             seed=settings.seed,
-            max_tokens=of.tokens,
+            max_tokens=one.tokens,
             all_as_well=self.needs_all(last),
             loss_chunk_len=settings.loss_chunk_len,
             mesh=self._mesh,
@@ -93,17 +93,17 @@ class Scores:
         )
         if result is None:
             return None
-        bits = metric_name(of.task)
+        bits = metric_name(one.task)
         for found in (result, result.get("whole_split", result)):
             found.setdefault(self.metric, None)  # where no target has weight in it
             for name in dict.fromkeys([bits, self.metric]):
                 if (value := found[name]) is not None and not math.isfinite(value):
-                    raise FloatingPointError(f"{of.label} {name} is {value} after step {step}")
+                    raise FloatingPointError(f"{one.label} {name} is {value} after step {step}")
         of_evaluate = ("split", "length", "stride", "n_windows", "standard_error")
         return {name: x for name, x in result.items() if name not in of_evaluate}
 
     def words(self, score: Mapping[str, Any]) -> str:
-        """The result of `of` in a few words."""
+        """A score in a few words."""
         words = f"{self.evaluation.label} {self._bits(score)}"
         if not score["whole"]:
             words += f" of {score['n_targets']:,} targets"

@@ -6,15 +6,13 @@ import os
 
 import numpy as np
 
-from reformax.data import blocks
+from reformax.data.synthetic_blocks import Block, synthetic_blocks
 
 NUMBERS = np.array([5, 1, 2])
 
 
 def draw(rng):
-    return blocks.Block(
-        rng.integers(256, size=(3, 4)).astype(np.uint8), np.arange(3, dtype="uint8")
-    )
+    return Block(rng.integers(256, size=(3, 4)).astype(np.uint8), np.arange(3, dtype="uint8"))
 
 
 def kept(cache_dir=None, seed=0, calls=None):
@@ -22,7 +20,7 @@ def kept(cache_dir=None, seed=0, calls=None):
         calls.append(0)
         return draw(rng)
 
-    return blocks.drawn_blocks(draw if calls is None else counted, 3, seed, "some", cache_dir)
+    return synthetic_blocks(draw if calls is None else counted, 3, seed, "some", cache_dir)
 
 
 def test_an_example_is_a_function_of_seed_split_and_number(tmp_path):

@@ -9,13 +9,13 @@ import numpy as np
 
 from reformax.data.base import full_batch
 from reformax.data.checks import check_fixed_length, check_held_out, check_sizes, check_split
-from reformax.data.draws import generator, philox
+from reformax.data.rng import generator, philox
 from reformax.task import Batch, Task
 
 HELD_OUT = ("valid", "test")
 
 
-def drawn_task(
+def synthetic_task(
     name: str,
     *,
     length: int,
