@@ -166,9 +166,10 @@ class Design:
       soft_cap: a bound c of attention's logits x, which become `c tanh(x / c)` (Gemma Team 2024,
         "Gemma 2", sec. 2). None: none.
       logits_soft_cap: the same for the model's logits.
-      rotary_base, rotary_fraction, rotary_scaling, rotary_factor, rotary_trained_length,
-        rotary_slow_turns, rotary_fast_turns, rotary_short_factors, rotary_long_factors: the angles
-        of rotary positions; see `ops.numerics.rotary.RotaryAngles`.
+      rotary_base, rotary_fraction: the angles of rotary positions, with the next seven; see
+        `ops.numerics.rotary.RotaryAngles`.
+      rotary_scaling, rotary_factor, rotary_trained_length: the same.
+      rotary_slow_turns, rotary_fast_turns, rotary_short_factors, rotary_long_factors: the same.
       rotary_local_base: another base in the layers that see no further than a window or
         neighbouring chunks, where frequencies are not scaled (as in Gemma 3); None: the same.
       rotary_layers: which layers of the cycle have the rotary positions of `pos_type`; (): all.
