@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.ops.calls.options import Options, options
 from reformax.ops.indexing.scores import IndexQueries, Score
 from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
 
 
 class IndexedKeys(NamedTuple):
@@ -31,6 +32,11 @@ class IndexedKeys(NamedTuple):
     def ids(self) -> Int[Array, "B S"]:
         """The segments."""
         return ids_or_ones(self.segment_ids, self.keys)
+
+    @property
+    def token_keys(self) -> Float[Array, "B S D"]:
+        """The keys with zeros at padding, which may be NaN: sums multiply hidden keys by 0."""
+        return tokens_only(self.keys, self.ids)
 
 
 class QueryChunk(NamedTuple):
