@@ -39,7 +39,12 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import in_blocks, join_chunks, with_neighbours
+from reformax.ops.numerics.query_chunks import (
+    cut_chunks,
+    in_blocks,
+    join_chunks,
+    with_neighbours,
+)
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax import band
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
@@ -330,12 +335,8 @@ def _by_groups(attend, near: WindowedBlocks, n_far: int) -> Float[Array, "B C L 
     group = max(LOGITS_AT_A_TIME // n_logits, 1)
     if n_blocks <= group:
         return attend(near)
-
-    def cut(x):  # [B, C, ...] -> [groups, B, C, ...]
-        x = jnp.pad(x, [(0, 0), (0, -n_blocks % group)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, group, *x.shape[2:]), 1, 0)
-
-    return join_chunks(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
+    groups = jax.tree.map(lambda x: cut_chunks(x, group), near)
+    return join_chunks(jax.lax.map(attend, groups), n_blocks)
 
 
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:

@@ -242,8 +242,8 @@ class nsa(AttentionOp):
         first_position: Int[Array, "B T"],
     ) -> Int[Array, "B G T K"]:
         """`_plan` in array operations, in chunks of queries."""
-        n_batch, length = ids.shape
-        n_kv, n_blocks = summaries.keys.shape[2], -(-length // self.block_size)
+        length, n_kv = ids.shape[1], summaries.keys.shape[2]
+        n_blocks = -(-length // self.block_size)
 
         def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
             mask = summaries.seen(ids, position)
@@ -256,9 +256,7 @@ class nsa(AttentionOp):
         n_seen = summaries.keys.shape[1] * q.shape[2]
         q = grouped(q, n_kv, 2)
         chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
-        return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[
-            :, :, :length
-        ]
+        return join_chunks(chosen, length, axis=2)
 
     # Attention.
 

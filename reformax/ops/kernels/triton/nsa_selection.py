@@ -43,6 +43,7 @@ from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, with_nan_highest
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.numerics.query_chunks import join_chunks
 from reformax.ops.softmax.online import nonzero
 
 # Summaries of a tile; pipeline stages by the number of parts of a number (`in_three`).
@@ -317,8 +318,7 @@ def select(
         return some_queries(None, n_tiles)[:, :, :length]
     starts = jnp.arange(0, n_tiles, at_a_time, dtype=jnp.int32) * sizes.n_queries
     best = lax.map(lambda start: some_queries(start[None], at_a_time), starts)
-    best = jnp.moveaxis(best, 0, 2)
-    return best.reshape(n_batch, n_kv, -1, sizes.n_best)[:, :, :length]
+    return join_chunks(best, length, axis=2)
 
 
 def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=None, name=None):
