@@ -21,7 +21,6 @@ Letters as in `reformax.ops.base`; P is the number of parts of cut rows, L the p
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.block_programs import BlockProgram, BlockTiles, BlockWork
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    in_logits,
     launch,
     power_of_two,
     query_rows,
@@ -69,8 +67,7 @@ def _forward_kernel(
     else:
         divisor = jnp.where(program.part.buffer_index < 0, divisor, 1.0)
     program.put_part(out.acc, buffer.acc, queries, acc * (1.0 / divisor)[:, None])
-    row_max = in_logits(row_max, x.q.shape[3])
-    program.put_statistics(out.row_max, buffer.row_max, queries, row_max)
+    program.put_statistics(out.row_max, buffer.row_max, queries, row_max * program.scale)
     program.put_statistics(out.row_sum, buffer.row_sum, queries, row_sum)
 
 
@@ -80,7 +77,7 @@ def _queries_kernel(
     program = program.located(x, work, row)
     queries = program.queries(program.part.tile)
     sums = flash.d_queries(program, queries, program.rows(x.q, queries))
-    program.put_part(dq, buffer, queries, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_part(dq, buffer, queries, sums * program.scale)
 
 
 def _keys_kernel(
@@ -90,7 +87,7 @@ def _keys_kernel(
     keys = program.keys(program.part.tile)
     dk, dv = flash.d_keys(program, keys)
     dk_buffer, dv_buffer = (None, None) if buffer is None else buffer
-    program.put_part(gradients[0], dk_buffer, keys, dk * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_part(gradients[0], dk_buffer, keys, dk * program.scale)
     program.put_part(gradients[1], dv_buffer, keys, dv)
 
 

@@ -21,7 +21,6 @@ Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs o
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from reformax.ops.kernels.triton.chunk_programs import ChunkInputs, ChunkProgram
 from reformax.ops.kernels.triton.common import (
     LOWEST,
     QueryRows,
-    in_logits,
     launch,
     query_rows,
     softmax_shapes,
@@ -71,7 +69,7 @@ def _forward_kernel(
         state = Softmax(acc, row_max, program.numbers(before.row_sum, queries, 0.0))
     acc, row_max, row_sum = flash.forward(program, queries, state)
     if program.is_last:
-        row_max = in_logits(row_max, x.q.shape[3])
+        row_max = row_max * program.scale
         inverse_sum = 1.0 / nonzero(row_sum)
         if x.count is not None:  # padding sees what tokens see
             inverse_sum = jnp.where(is_token(queries.segment), inverse_sum, 0.0)
@@ -96,7 +94,6 @@ def _backward_kernel(
     program = program.located(x, row)
     queries = program.queries()
     keys = queries if x.key_order is None else program.keys()
-    scale = 1.0 / math.sqrt(x.q.shape[3])
 
     dk, dv = flash.d_keys(program, keys)
     if program.chunks.sees_itself and program.is_last:
@@ -106,7 +103,7 @@ def _backward_kernel(
         dv = dv + program.rows(before.v, keys)
     program.put_rows(after.v, keys, dv)
     if not program.chunks.shared_qk:
-        dk = dk * scale
+        dk = dk * program.scale
         if before is not None:
             dk = dk + program.rows(before.k, keys)
         program.put_rows(after.k, keys, dk)
@@ -114,7 +111,7 @@ def _backward_kernel(
     q, dq = program.tokens(x.q, queries), None
     if program.chunks.shared_qk:
         dq = _through_normalization(q, dk, x.q.shape[3])
-    dq = flash.d_queries(program, queries, q, dq) * scale
+    dq = flash.d_queries(program, queries, q, dq) * program.scale
     if before is not None:
         dq = dq + program.rows(before.q, queries)
     program.put_rows(after.q, queries, dq)

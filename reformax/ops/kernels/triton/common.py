@@ -179,7 +179,7 @@ def statistics_step(
     """Adds a tile of keys to the maximum and the sum of its rows.
 
     Within a kernel, maxima are those of the unscaled products: one multiply-add in the exponent
-    applies the scale and the base. A kernel stores `in_logits` of them.
+    applies the scale and the base. A kernel stores the largest logits: maxima times 1 / sqrt(H).
 
     Returns:
       The maximum and the sum, the tile's weights, and the factor of earlier weights.
@@ -188,11 +188,6 @@ def statistics_step(
     weights = jnp.exp2(logits * scale - (new_max * scale)[:, None])
     decay = jnp.exp2((row_max - new_max) * scale)
     return new_max, row_sum * decay + jnp.sum(weights, axis=1), weights, decay
-
-
-def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
-    """The largest logit of each row, by the largest unscaled product, for heads of `size`."""
-    return row_max * (1.0 / math.sqrt(size))
 
 
 def softmax_shapes(q: Float[Array, "B T N H"], v: Float[Array, "B S G V"]) -> Softmax:

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -212,14 +211,14 @@ def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
 def _gradients_kernel(x: GroupInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
     """The gradient of a query, and what it adds to those of the keys of its list."""
     program = ListedProgram.located(sizes, x, row)
-    rows, scale = program.queries(), 1.0 / math.sqrt(x.q.shape[3])
+    rows = program.queries()
 
     def put(keys: ListedKeys, dk, dv):
-        program.put_contribution(out.k, keys, dk * scale)
+        program.put_contribution(out.k, keys, dk * program.scale)
         program.put_contribution(out.v, keys, dv)
 
     sums = flash.d_queries(program, rows, program.rows(x.q, rows), put_keys=put)
-    program.put_rows(dq, rows, sums * scale)
+    program.put_rows(dq, rows, sums * program.scale)
 
 
 def _sums_kernel(pair, bounds, x: Sequence[Array], before, after, *, n_programs):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -290,7 +289,7 @@ def _queries_kernel(x: GroupInputs, row: QueryRows, dq, *, sizes):
     program = NsaProgram.located(sizes, x, row)
     rows = program.queries(sizes.n_queries, program.index)
     sums = flash.d_queries(program, rows, program.rows(x.q, rows))
-    program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_rows(dq, rows, sums * program.scale)
 
 
 def _keys_kernel(x: GroupInputs, row: QueryRows, gradients, *, sizes):
@@ -298,7 +297,7 @@ def _keys_kernel(x: GroupInputs, row: QueryRows, gradients, *, sizes):
     program, columns = NsaProgram.located(sizes, x, row).part_of_keys()
     dk, dv = flash.d_keys(program, columns)
     key = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
-    for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
+    for ref, value in zip(gradients, (dk * program.scale, dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
         view = ref.at[program.batch, program.head, program.index, key, number]
         mask = jnp.broadcast_to(number < ref.shape[4], value.shape)
