@@ -194,12 +194,20 @@ class ListedProgram(GroupProgram):
         side = Side(keys.key, keys.ids, keys.exists, last)
         return self.sizes.rule.sees(Side(rows.position, rows.ids, rows.exists), side)
 
-    def put_contribution(self, ref, keys: ListedKeys, value: Float[Array, "J H"]) -> None:
-        """Writes the tile's rows of `[B, G P, C, K, H]`."""
-        column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        view = ref.at[self.batch, self.head, self.index, keys.slot[:, None], column]
-        mask = keys.exists[:, None] & (column < ref.shape[4])
-        pltriton.store(view, value.astype(ref.dtype), mask=mask)
+
+def put_contributions(
+    ref: Any, at: tuple[Any, Any, Any], keys: Any, value: Float[Array, "J H"]
+) -> None:
+    """Writes what a query adds to the gradients of a tile of its list, rows of `[B, P, C, K, H]`.
+
+    Args:
+      at: the sequence, the program and the query.
+      keys: the tile, with the `slot` of each key in the list, and whether it `exists`.
+    """
+    column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+    view = ref.at[(*at, keys.slot[:, None], column)]
+    mask = keys.exists[:, None] & (column < ref.shape[4])
+    pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
 
 def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
@@ -211,11 +219,11 @@ def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
 def _gradients_kernel(x: GroupInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
     """The gradient of a query, and what it adds to those of the keys of its list."""
     program = ListedProgram.located(sizes, x, row)
-    rows = program.queries()
+    rows, at = program.queries(), (program.batch, program.head, program.index)
 
     def put(keys: ListedKeys, dk, dv):
-        program.put_contribution(out.k, keys, dk * program.scale)
-        program.put_contribution(out.v, keys, dv)
+        put_contributions(out.k, at, keys, dk * program.scale)
+        put_contributions(out.v, at, keys, dv)
 
     sums = flash.d_queries(program, rows, program.rows(x.q, rows), put_keys=put)
     program.put_rows(dq, rows, sums * program.scale)
