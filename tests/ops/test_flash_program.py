@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from reformax.ops.kernels.triton import flash
-from reformax.ops.kernels.triton.common import QueryRows, launch, query_rows
+from reformax.ops.kernels.triton.common import QueryRows, launch
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax, nonzero
 from tests.helpers import assert_trees_close, with_gradients
@@ -102,7 +102,7 @@ def forward(logits, x, interpret):
 
 
 def backward(logits, x, results, d_out, interpret):
-    row = query_rows(d_out, results, None)
+    row = QueryRows.of(d_out, results, None)
     shapes = Inputs(*(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x))
     return tuple(run(backward_kernel, logits, (x, row), shapes))
 

@@ -37,7 +37,6 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     power_of_two,
-    query_rows,
     softmax_shapes,
 )
 from reformax.ops.softmax import block_lists
@@ -269,7 +268,7 @@ def backward(
       layout, x: as in `forward`, whose `results` follow.
       tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
     """
-    row = query_rows(d_out, results, x.query_segment_ids)
+    row = QueryRows.of(d_out, results, x.query_segment_ids)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

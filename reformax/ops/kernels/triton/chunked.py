@@ -36,7 +36,6 @@ from reformax.ops.kernels.triton.common import (
     LOWEST,
     QueryRows,
     launch,
-    query_rows,
     softmax_shapes,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
@@ -248,7 +247,7 @@ def backward(
     inputs, ids = chunk_inputs(chunks, x), x.segment_ids
     ids = ids.segment_ids if isinstance(ids, TokensFirst) else segment_pair(ids)[0]
     ids = None if ids is None else ids[:, : x.q.shape[1]]
-    row = query_rows(d_out, results, ids)
+    row = QueryRows.of(d_out, results, ids)
     dot, row_max = (_in_order(y, inputs.order) for y in (row.dot, row.row_max))
     inverse_sum = None if row.inverse_sum is None else _in_order(row.inverse_sum, inputs.order)
     row = QueryRows(row.d_out, dot, row_max, results[2], inverse_sum)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -211,27 +211,25 @@ class QueryRows(NamedTuple):
     row_sum: Array | None  # the sum of the row's softmax; None where no kernel reads it
     inverse_sum: Array | None  # 1 / `row_sum`; None where `d_out` is already divided by the sum
 
+    @classmethod
+    def of(cls, d_out: Float[Array, "B T N V"], results: Results, ids: Array | None) -> Self:
+        """Those of a gradient of the output, and of the results of the forward pass.
 
-def query_rows(
-    d_out: Float[Array, "B T N V"], results: Results, ids: Int[Array, "B T"] | None
-) -> QueryRows:
-    """Makes `QueryRows` from the gradient of the output and the results of the forward pass.
+        With the segments `ids [B, T]`, the gradient is zeros at padding.
 
-    With the segments `ids`, the gradient is zeros at padding.
+        Dividing `d_out` by the sum of the softmax saves the division of the weights. Float16 may
+        not hold the quotient: kernels then multiply the weights by `inverse_sum`.
 
-    Dividing `d_out` by the sum of the softmax saves the division of the weights. Float16 may not
-    hold the quotient: kernels then multiply the weights by `inverse_sum`.
-
-    `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
-    """
-    out, row_max, row_sum = results
-    inverse_sum = 1.0 / nonzero(row_sum)
-    dtype, d_out = out.dtype, d_out.astype(jnp.float32)
-    d_out = d_out if ids is None else tokens_only(d_out, ids)
-    if dtype != jnp.float16:
-        d_out, inverse_sum = d_out * jnp.swapaxes(inverse_sum, 1, 2)[..., None], None
-    dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
-    return QueryRows(d_out.astype(dtype), dot, row_max, None, inverse_sum)
+        `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
+        """
+        out, row_max, row_sum = results
+        inverse_sum = 1.0 / nonzero(row_sum)
+        dtype, d_out = out.dtype, d_out.astype(jnp.float32)
+        d_out = d_out if ids is None else tokens_only(d_out, ids)
+        if dtype != jnp.float16:
+            d_out, inverse_sum = d_out * jnp.swapaxes(inverse_sum, 1, 2)[..., None], None
+        dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
+        return cls(d_out.astype(dtype), dot, row_max, None, inverse_sum)
 
 
 def recompute_weights(

@@ -54,7 +54,6 @@ from reformax.ops.kernels.triton.common import (
     launch,
     load,
     power_of_two,
-    query_rows,
     softmax_shapes,
 )
 from reformax.ops.kernels.triton.group_rows import GroupInputs, GroupProgram, GroupRows
@@ -298,7 +297,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G V"]]:
     """The gradients of q, k and v."""
     (q, k, v), (n_batch, length, n_listed) = x[:3], x.chosen.shape
-    row = query_rows(d_out, results, x.ids)
+    row = QueryRows.of(d_out, results, x.ids)
     n_heads = k.shape[2] * _n_programs(x)
     n_bytes = n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
     n_chunks = -(-length // n_in_chunk(n_batch, n_listed, k.shape[1], n_bytes))

@@ -32,7 +32,6 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     load,
-    query_rows,
     tile_dropout_mask,
     view_rows,
 )
@@ -244,7 +243,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v."""
     (q, k, v), exists, x = x[:3], x.exists, x._replace(exists=None)
-    row = query_rows(d_out, results, x.ids)
+    row = QueryRows.of(d_out, results, x.ids)
     shape = (*exists.shape[:2], q.shape[1] * sizes.n_seen, q.shape[3])
     shape = jax.ShapeDtypeStruct(shape, jnp.float32)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, x.block.shape[2])

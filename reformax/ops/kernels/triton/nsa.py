@@ -39,7 +39,6 @@ from reformax.ops.kernels.triton.common import (
     launch,
     load,
     power_of_two,
-    query_rows,
     softmax_shapes,
     tile_bits,
 )
@@ -366,7 +365,7 @@ def backward(
     sizes: NsaSizes, x: GroupInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v."""
-    row = query_rows(d_out, results, x.ids)
+    row = QueryRows.of(d_out, results, x.ids)
     like = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
     n_programs = -(-x.q.shape[1] // sizes.n_queries)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)
