@@ -44,7 +44,7 @@ from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import EPSILON, length_normalize
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
-from reformax.ops.softmax.orders import Chunking, UnsortedInputs
+from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 
 
 class ChunkGradients(NamedTuple):
@@ -168,32 +168,40 @@ def _in_order(x: Array, order: Array | None) -> Array:
 def chunk_inputs(chunks: Chunking, x: UnsortedInputs) -> ChunkInputs:
     """The arrays that kernels of both passes read, sorted."""
     q, k, v, order, segment_ids, seed = x
-    packs = segment = key_order = key_packs = key_segment = count = first = None
+    packs = segment = first = positions = count = None
+    of_keys = None, None, None  # where keys have the queries' order
     if isinstance(segment_ids, TokensFirst):
         segment_ids, count = None, segment_ids.count
     two_orders = order is not None and chunks.two_orders
-    if chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
-        order = order.with_slots(chunks.two_orders)
-    if order is not None and order.first_slot is not None:
-        first = _first_slots(order.first_slot, order.query_positions)
-        if chunks.count_once and order.query_positions.shape[2] > 1:
-            by_position = order.query_slots, order.first_slot
-            pairs = zip(*(jnp.moveaxis(x, 2, 0)[:-1] for x in by_position), strict=True)
-            packs = jnp.stack([_in_order(x, order.query_positions) for p in pairs for x in p])
-    elif chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
-        packs = _packs(chunks, order.query_slots // chunks.query_chunk_len, order.query_positions)
-        if two_orders:
-            key_packs = _packs(chunks, order.key_slots // chunks.chunk_len, order.key_positions)
-    if two_orders:
-        key_order = order.key_positions
-    order = None if order is None else order.query_positions
+    if order is not None:
+        once = chunks.count_once and order.query_positions.shape[2] > 1
+        order = order.with_slots(chunks.two_orders) if once else order
+        positions = order.query_positions
+        if order.first_slot is not None:
+            first = _first_slots(order.first_slot, positions)
+        packs, key_packs = _earlier_hashes(chunks, order) if once else (None, None)
     if segment_ids is not None:
         of_query, of_key = (x[:, None] for x in segment_pair(segment_ids))
-        segment = _in_order(of_query, order)
-        key_segment = _in_order(of_key, key_order) if two_orders else None
+        segment = _in_order(of_query, positions)
+    if two_orders:
+        key_segment = None if segment_ids is None else _in_order(of_key, order.key_positions)
+        of_keys = order.key_positions, key_packs, key_segment
     k = length_normalize(q) if k is None else k
-    of_keys = key_order, key_packs, key_segment
-    return ChunkInputs(q, k, v, order, packs, segment, seed, *of_keys, count, first)
+    return ChunkInputs(q, k, v, positions, packs, segment, seed, *of_keys, count, first)
+
+
+def _earlier_hashes(
+    chunks: Chunking, order: Order
+) -> tuple[Int[Array, "W B N R Tp"], Int[Array, "W B N R Tp"] | None]:
+    """`ChunkInputs.packs` and `key_packs`, by which a key that an earlier hash shows is hidden."""
+    if order.first_slot is not None:
+        by_hash = (jnp.moveaxis(x, 2, 0)[:-1] for x in (order.query_slots, order.first_slot))
+        slots = (x for pair in zip(*by_hash, strict=True) for x in pair)
+        return jnp.stack([_in_order(x, order.query_positions) for x in slots]), None
+    packs = _packs(chunks, order.query_slots // chunks.query_chunk_len, order.query_positions)
+    if not chunks.two_orders:
+        return packs, None
+    return packs, _packs(chunks, order.key_slots // chunks.chunk_len, order.key_positions)
 
 
 def _first_slots(first: Int[Array, "B N R _"], order: Int[Array, "B N R Tp"]) -> Array:
