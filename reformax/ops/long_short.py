@@ -267,11 +267,10 @@ class long_short(AttentionOp):
             real = tokens_before(lengths, k.shape[1])
             tokens = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
             found = self._mixtures(params, *tokens, real, chunk_len)
-            far = KeyValues(
-                *(
-                    x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures])
-                    for x, y in zip(far, (found.keys, found.values), strict=True)
-                )
+            far = jax.tree.map(
+                lambda x, y: x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures]),
+                far,
+                KeyValues(found.keys, found.values),
             )
         return LongShortCache(ring, far)
 
@@ -281,11 +280,11 @@ class long_short(AttentionOp):
         mask = seen_in_ring(Visibility(causal=True, window=self.window), ring, position)
         near, far = ring, cache.mixtures
         if self.dual_norm:
-            near = KeyValues(
-                *(
-                    jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), params[name]), 1, 2)
-                    for x, name in zip(ring, ("near_keys_norm", "near_values_norm"), strict=True)
-                )
+            norms = KeyValues(params["near_keys_norm"], params["near_values_norm"])
+            near = jax.tree.map(
+                lambda x, norm: jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), norm), 1, 2),
+                ring,
+                norms,
             )
         if self.rank:
             far = self._with_newest(params, cache, ring, position)
@@ -306,12 +305,9 @@ class long_short(AttentionOp):
         row = jnp.arange(position.shape[0])[:, None]
         slot = chunk[:, None] * self.rank + jnp.arange(self.rank)[None]
         # Indices with a slice between them come first in the result: [B, r, N, H].
-        return KeyValues(
-            *(
-                x.at[row, :, slot].set(y, mode="promise_in_bounds", unique_indices=True)
-                for x, y in zip(cache.mixtures, (found.keys, found.values), strict=True)
-            )
-        )
+        options = dict(mode="promise_in_bounds", unique_indices=True)
+        new = KeyValues(found.keys, found.values)
+        return jax.tree.map(lambda x, y: x.at[row, :, slot].set(y, **options), cache.mixtures, new)
 
 
 # Queries lie in blocks: letters C blocks of L queries, M keys.

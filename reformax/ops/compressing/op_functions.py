@@ -216,12 +216,9 @@ class Compressed(LearnedSinks):
         ]
         first = (position // self.block_size * self.block_size)[:, None]
         made[0] = self._rotated(made[0][:, None], first)[:, 0]
-        row = jnp.arange(len(position))
-        summaries = KeyValues(
-            *(
-                x.at[row, :, number].set(y, mode="drop")
-                for x, y in zip(cache.summaries, (made[0], made[-1]), strict=True)
-            )
+        row, new = jnp.arange(len(position)), KeyValues(made[0], made[-1])
+        summaries = jax.tree.map(
+            lambda x, y: x.at[row, :, number].set(y, mode="drop"), cache.summaries, new
         )
         far, seen, index = self._choose_newest(call, params, q, k, summaries, cache.index)
         near = seen_in_ring(Visibility(causal=True, window=self.window), window, position)
