@@ -159,7 +159,7 @@ class Compressed(LearnedSinks):
     def _in_kernels(
         self, call: Call, params, q, k, v, summaries: Summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
-        """The same in kernels. `q`, `k` and `v` are rotated by the op."""
+        """Attention to window and summaries in kernels. `q`, `k`, `v` are rotated by the op."""
         sizes = self.window, self.block_size
         return in_kernels(call, interpret, q, k, v, summaries, sizes)[0]
 

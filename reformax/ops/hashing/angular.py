@@ -66,7 +66,7 @@ class AngularHashing(NamedTuple):
         chunk_len: int,
         rotations: Float[ArrayLike, "N H R F"] | None = None,
     ) -> Self:
-        """Those of an op's options; `SettingError` for a wrong `n_buckets`."""
+        """The hashing of an op's options; `SettingError` for a wrong `n_buckets`."""
         factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
         return cls(factors, chunk_len, rotations)
 

@@ -1,4 +1,4 @@
-"""What a way to find candidates defines, `Candidates`, and what it reads.
+"""The base class of ways to find candidates, and the arrays that they read.
 
 Letters besides those of `reformax.ops.base`: J index heads of size D, Q queries of a chunk, M
 candidates of a query, C blocks, or positions of a cache.
@@ -108,7 +108,7 @@ class Candidates(Options):
         raise NotImplementedError
 
     def in_order(self, found: Int[Array, "B Q M"]) -> Int[Array, "B Q M"]:
-        """What `of`, `of_all` or `of_newest` found, in order and each position once."""
+        """Sorts the positions that `of`, `of_all` or `of_newest` found, each once."""
         return without_repeats(found) if self.repeats else found
 
 

@@ -1,4 +1,4 @@
-"""What all kernels share: reads and writes of tiles, products, the online softmax, launches.
+"""Functions of all kernels: reads and writes of tiles, products, the online softmax, launches.
 
 A *tile* is an array that a program holds on the chip. Its sides are powers of two. A *block* is
 several positions, a NamedTuple of arrays. `column` and `line` make it one of a tile's two sides.
@@ -47,7 +47,7 @@ def column(block: T) -> T:
 
 
 def line(block: T) -> T:
-    """The same as the other side, `[1, L]`."""
+    """A block, or any such tree, as the other side of a tile, `[1, L]`."""
     return jax.tree.map(lambda x: x[None, :] if jnp.ndim(x) else x, block)
 
 
@@ -213,7 +213,7 @@ class QueryRows(NamedTuple):
 
     @classmethod
     def of(cls, d_out: Float[Array, "B T N V"], results: Results, ids: Array | None) -> Self:
-        """Those of a gradient of the output, and of the results of the forward pass.
+        """Makes them from the gradient of the output and the results of the forward pass.
 
         With the segments `ids [B, T]`, the gradient is zeros at padding.
 

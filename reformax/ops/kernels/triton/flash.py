@@ -95,7 +95,7 @@ class Program:
         raise NotImplementedError
 
     def dropped(self, queries: Block, keys: Block) -> Float[Array, "I J"] | float:
-        """The dropout mask of the weights, likewise."""
+        """The dropout mask of the weights, or its transpose; 1 without dropout."""
         raise NotImplementedError
 
     def address(
@@ -119,7 +119,7 @@ class Program:
         return load(view, mask, 0.0)
 
     def tokens(self, ref: Any, block: Block) -> Float[Array, "L H"]:
-        """The same with zeros at padding too, for products whose weights may be 0 there.
+        """`rows` with zeros at padding too, for products whose weights may be 0 there.
 
         Padding may be NaN, and 0 times NaN is NaN.
         """

@@ -142,7 +142,7 @@ class ListedKeys(NamedTuple):
 
 
 class Contributions(NamedTuple):
-    """What each pair of a query and a key of its list adds to the gradients."""
+    """The gradients of keys and values by each pair of a query and a key of its list."""
 
     k: Any  # [B, G P, C, K, H]
     v: Any  # [B, G P, C, K, V]

@@ -111,7 +111,7 @@ def _run(
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads besides the inputs.
+    """The arrays that the backward pass reads besides the inputs.
 
     The solution is L numbers for a position and head in the inputs' dtype, half of keys of 128. The
     others are float32, of groups that fill a GPU: less than 30 MB with heads up to 128.
