@@ -257,6 +257,11 @@ def tile_dropout_mask(
     return dropout.dropout_mask(tuple(seed[i] for i in range(6)), rate, batch, head, query, key)
 
 
+def name_of(kernel: Callable[..., None]) -> str:
+    """The name of a kernel, such as "forward" of the function `_forward_kernel`."""
+    return getattr(kernel, "func", kernel).__name__.strip("_").removesuffix("_kernel")
+
+
 def launch(
     kernel: Callable[..., None],
     inputs: tuple,

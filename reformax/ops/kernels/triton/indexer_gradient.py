@@ -48,6 +48,7 @@ from reformax.ops.kernels.triton.common import (
     line,
     load,
     matmul,
+    name_of,
     power_of_two,
     recompute_weights,
     tile_bits,
@@ -353,5 +354,5 @@ def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):
         num_warps=n_warps,
         num_stages=n_stages,
         interpret=interpret,
-        name=f"dsa_{getattr(kernel, 'func', kernel).__name__.strip('_').removesuffix('_kernel')}",
+        name=f"dsa_{name_of(kernel)}",
     )

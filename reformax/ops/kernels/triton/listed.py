@@ -53,6 +53,7 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     load,
+    name_of,
     power_of_two,
     softmax_shapes,
 )
@@ -273,7 +274,7 @@ def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None)
         num_warps=_warps(x, kernel is _gradients_kernel),
         num_stages=2,
         interpret=interpret,
-        name=f"listed{kernel.__name__.removesuffix('_kernel')}",
+        name=f"listed_{name_of(kernel)}",
         aliases=aliases,
     )
 

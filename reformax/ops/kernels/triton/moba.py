@@ -32,6 +32,7 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     load,
+    name_of,
     tile_dropout_mask,
     view_rows,
 )
@@ -221,7 +222,7 @@ def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
         num_warps=4,
         num_stages=2,
         interpret=interpret,
-        name="moba" + kernel.__name__.removesuffix("_kernel"),
+        name=f"moba_{name_of(kernel)}",
     )
 
 

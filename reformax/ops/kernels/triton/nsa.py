@@ -38,6 +38,7 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     load,
+    name_of,
     power_of_two,
     softmax_shapes,
     tile_bits,
@@ -331,7 +332,7 @@ def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_q
         num_warps=_warps(sizes, inputs[0].k.shape[3], of_queries),
         num_stages=STAGES,
         interpret=interpret,
-        name=f"nsa_{_branch(sizes)}{kernel.__name__[:-7]}",
+        name=f"nsa_{_branch(sizes)}_{name_of(kernel)}",
     )
 
 

@@ -36,6 +36,7 @@ from reformax.ops.kernels.triton.common import (
     launch,
     line,
     load,
+    name_of,
     power_of_two,
     statistics_step,
 )
@@ -310,7 +311,7 @@ def select(
         kernel = functools.partial(_best_kernel, length=length)
         grid = n_rows, n_kv, n_batch
         warps = max(1, min(16, power_of_two(n_blocks) // BLOCKS_PER_WARP))
-        return run(kernel, (scores, first, start), best, grid, warps, "best")
+        return run(kernel, (scores, first, start), best, grid, warps)
 
     tile_bytes = 4 * len(sizes.multiplicity) * n_batch * n_kv * sizes.n_queries * n_blocks
     at_a_time = max(1, MAX_SCORE_BYTES // tile_bytes)
@@ -321,7 +322,7 @@ def select(
     return join_chunks(best, length, axis=2)
 
 
-def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=None, name=None):
+def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=None):
     return launch(
         functools.partial(kernel, sizes=sizes),
         inputs,
@@ -330,5 +331,5 @@ def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=No
         num_warps=num_warps or WARPS,
         num_stages=STAGES[n_parts],
         interpret=interpret,
-        name=f"nsa_{name or kernel.__name__.strip('_').removesuffix('_kernel')}",
+        name=f"nsa_{name_of(kernel)}",
     )

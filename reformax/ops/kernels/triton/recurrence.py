@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import NARROW_HEAD
-from reformax.ops.kernels.triton.common import launch
+from reformax.ops.kernels.triton.common import launch, name_of
 from reformax.ops.kernels.triton.recurrence_chunk import (
     L,
     RecurrenceArrays,
@@ -97,7 +97,7 @@ def _read(
 def _run(
     kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2, warps=None, **static
 ):
-    name = kernel.__name__.removesuffix("_kernel")
+    name = name_of(kernel)
     return launch(
         functools.partial(kernel, plan=plan, **static),
         inputs,
