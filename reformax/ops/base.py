@@ -116,17 +116,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
     divides_cache: ClassVar[bool] = False
     scale = None  # the factor of logits, where it is an option
 
-    # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
-    # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
-    # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
-    # `_hides_finite_padding`: `_keeps_padding_out` where arrays are finite, as those with `lengths`
-    # are. `_repeats_qk`: it repeats queries and keys for all heads of values.
-    _grouped = False
-    _repeats_qk = False
-    _keeps_padding_out = False
-    _hides_finite_padding = False
-    _takes_lengths = False
-    _impls: ClassVar[tuple[str, ...]] = ()
+    # What the methods without an underscore leave to the algorithm.
+    _grouped = False  # to read G heads of keys and values; False: they are repeated to N
+    _repeats_qk = False  # to repeat queries and keys for all heads of values
+    _keeps_padding_out = False  # to write zeros at padding, whatever its arguments hold there
+    _hides_finite_padding = False  # the same in calls with `lengths`, where padding is finite
+    _takes_lengths = False  # to read `Call.lengths`; False: None, and `segment_ids` say the same
+    _impls: ClassVar[tuple[str, ...]] = ()  # values of the option `impl` besides "auto" and "xla"
 
     @property
     def plan_needs(self) -> Literal["nothing", "inputs", "rng"]:
