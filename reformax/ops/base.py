@@ -499,14 +499,18 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return devices.varying_as(call, new)
 
     def _call(self, **arguments: Any) -> Call:
-        """A call with the op's logits. Boolean segment ids say that rows are one segment."""
-        ids = arguments.get("segment_ids")
-        if says_one_segment(ids):
-            arguments |= dict(segment_ids=int32_ids(ids), one_segment=True)
+        """A call with the op's logits, whose ids, lengths and positions are arrays of int32.
+
+        Boolean segment ids say that rows are one segment.
+        """
+        if says_one_segment(ids := arguments.get("segment_ids")):
+            arguments |= dict(one_segment=True)
+        arguments |= dict(segment_ids=int32_ids(ids))
+        for name in ("lengths", "position"):
+            if arguments.get(name) is not None:
+                arguments[name] = jnp.asarray(arguments[name], jnp.int32)
         # Numbers of NumPy would promote what they are multiplied with.
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
-        if arguments.get("position") is not None:  # caches and choices keep positions of 32 bits
-            arguments |= dict(position=jnp.asarray(arguments["position"], jnp.int32))
         return Call(logits=Logits(*numbers), **arguments)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:

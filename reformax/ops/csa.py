@@ -291,7 +291,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
             return ()
         series = self._index_series(params, k)
         n_last = min(self.n_series * self.block_size, call.length)
-        newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
+        newest = fill_ring(*series, call.lengths, n_last)
         keys = self._held(call.length)(self._index_keys(call, params, series, ids))
         none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
         return CsaIndex(newest, keys, none)

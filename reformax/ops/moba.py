@@ -130,10 +130,8 @@ class moba(AttentionOp):
             found = _tiles(plan, size, n_rows)
             n_keys = min(KEYS, power_of_two(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
-            ids = call.segment_ids
-            ids = None if ids is None else jnp.asarray(ids, jnp.int32)
             lists = found.block, found.pair, found.bounds, found.slot >= 0
-            x = kernel.MobaInputs(q, k, v, ids, call.seed, *lists)
+            x = kernel.MobaInputs(q, k, v, call.segment_ids, call.seed, *lists)
             return kernel.attend(sizes, interpret, x)
 
         obstacles = group_obstacles(q, k, v, call.logits)

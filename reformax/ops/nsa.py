@@ -337,7 +337,7 @@ class nsa(AttentionOp):
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
         common = group, call.dropout, kernel.n_rows(q), call.logits
-        ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
+        ids = call.segment_ids
         sizes = dict(stride=self.compress_stride, span=self.compress_len)
         sizes = kernel.NsaSizes(*common, **sizes)
         summary_ids = None if ids is None else summaries.ids
@@ -351,7 +351,7 @@ class nsa(AttentionOp):
         lengths, capacity = call.lengths, call.length
         fitted = self._within(capacity)
         selected, window = fitted._branch_projections(k, v, call.extra_projections)
-        exists = tokens_before(jnp.asarray(lengths), k.shape[1]).astype(jnp.int32)
+        exists = tokens_before(lengths, k.shape[1]).astype(jnp.int32)
         real = tokens_only(k, exists), tokens_only(v, exists)
         summaries = fitted._summaries.of(params, *real, exists)
         n = fitted._summaries.n(capacity)

@@ -153,8 +153,7 @@ def in_kernels(
     from reformax.ops.kernels.triton.chosen_keys import reads_lists
     from reformax.ops.kernels.triton.nsa import n_rows
 
-    ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    window, block_size = sizes
+    ids, (window, block_size) = call.segment_ids, sizes
     group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
     by_list = chosen is not None and reads_lists(chosen.shape[2], n_summaries, q, k)
     common = dict(group=group, dropout=call.dropout, logits=call.logits)

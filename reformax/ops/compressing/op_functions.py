@@ -175,7 +175,7 @@ class Compressed(LearnedSinks):
     # Decoding. C is the number of blocks in the capacity.
 
     def _init_cache(self, call, params, q, k, v, plan) -> CompressedCache:
-        lengths, capacity = jnp.asarray(call.lengths), call.length
+        lengths, capacity = call.lengths, call.length
         ids = tokens_before(lengths, k.shape[1]).astype(jnp.int32)
         _, keys, values = self._rotated_qkv(q, k, v, positions(k.shape[1]))
         found = jax.tree.map(self._held(capacity), self._summaries(call, params, ids)[:2])

@@ -38,7 +38,7 @@ def sort_by_bucket(
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
     n_buckets += n_pad > 0
     if segment_ids is not None:
-        segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, n_pad)))
         segment_ids = padding_last(segment_ids)
     most = n_buckets if segment_ids is None else max(n_buckets, length)
     if jax.default_backend() == "gpu" and n_rows * most <= 2**32:
