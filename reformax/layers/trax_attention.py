@@ -398,6 +398,7 @@ class LSHSelfAttention(TraxAttention):
 
         def hash_head(vectors, rng):
             vectors = vectors[None, :, None]
-            return hashing.hash_vectors(vectors, factors, self.n_hashes, rng)[0, 0]
+            rotations = hashing.draw_rotations(vectors, factors, self.n_hashes, rng)
+            return hashing.hash_by(rotations, vectors, factors, "xla")[0, 0]
 
         return jax.vmap(jax.vmap(hash_head))(jnp.swapaxes(vectors, 1, 2), rngs)

@@ -116,17 +116,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
     divides_cache: ClassVar[bool] = False
     scale = None  # the factor of logits, where it is an option
 
-    # What `apply` and the others do for the algorithm, see above. `_takes_lengths`: `_apply` takes
-    # `lengths [B]`, None by default: each row is so many tokens of one segment and then padding,
-    # where arrays are finite. `segment_ids` say the same. `_impls`: values of the option `impl`.
-    # `_hides_finite_padding`: `_keeps_padding_out` where arrays are finite, as those with `lengths`
-    # are. `_repeats_qk`: it repeats queries and keys for all heads of values.
-    _grouped = False
-    _repeats_qk = False
-    _keeps_padding_out = False
-    _hides_finite_padding = False
-    _takes_lengths = False
-    _impls: ClassVar[tuple[str, ...]] = ()
+    # What the methods without an underscore leave to the algorithm.
+    _grouped = False  # to read G heads of keys and values; False: they are repeated to N
+    _repeats_qk = False  # to repeat queries and keys for all heads of values
+    _keeps_padding_out = False  # to write zeros at padding, whatever its arguments hold there
+    _hides_finite_padding = False  # the same in calls with `lengths`, where padding is finite
+    _takes_lengths = False  # to read `Call.lengths`; False: None, and `segment_ids` say the same
+    _impls: ClassVar[tuple[str, ...]] = ()  # values of the option `impl` besides "auto" and "xla"
 
     @property
     def plan_needs(self) -> Literal["nothing", "inputs", "rng"]:
@@ -503,14 +499,18 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return devices.varying_as(call, new)
 
     def _call(self, **arguments: Any) -> Call:
-        """A call with the op's logits. Boolean segment ids say that rows are one segment."""
-        ids = arguments.get("segment_ids")
-        if says_one_segment(ids):
-            arguments |= dict(segment_ids=int32_ids(ids), one_segment=True)
+        """A call with the op's logits, whose ids, lengths and positions are arrays of int32.
+
+        Boolean segment ids say that rows are one segment.
+        """
+        if says_one_segment(ids := arguments.get("segment_ids")):
+            arguments |= dict(one_segment=True)
+        arguments |= dict(segment_ids=int32_ids(ids))
+        for name in ("lengths", "position"):
+            if arguments.get(name) is not None:
+                arguments[name] = jnp.asarray(arguments[name], jnp.int32)
         # Numbers of NumPy would promote what they are multiplied with.
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
-        if arguments.get("position") is not None:  # caches and choices keep positions of 32 bits
-            arguments |= dict(position=jnp.asarray(arguments["position"], jnp.int32))
         return Call(logits=Logits(*numbers), **arguments)
 
     def _run(self, function, call: Call, params, q, k, *others) -> Any:

@@ -151,7 +151,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
     def _obstacles(
         self, call: Call, q: Array, k: Array, v: Array | None, plan: Array | None = None
     ) -> KernelObstacles:
-        """Those of the kernels of the attention too, by which the choice goes."""
+        """The obstacles of the attention's kernels: where there are none, kernels also choose."""
         n_blocks = -(-k.shape[1] // self.block_size)
         n_listed = min(self.top_k, n_blocks) if plan is None else plan.shape[2]
         above = self._above(self._n_bits(q, k, n_listed, n_blocks))
@@ -160,7 +160,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
     # The choice.
 
     def _index_series(self, params, k: Float[Array, "B T G H"]) -> Series:
-        """What the indexer's summaries are made of."""
+        """The series that the indexer's summaries sum."""
         k = clipped(k)
         each = (params["index"][x].astype(k.dtype) for x in ("key", "gate"))
         return Series(*(jnp.einsum("btgh,ghsd->btsd", k, x) for x in each))
@@ -278,7 +278,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
         return self._divergence_from(x, weights * share)
 
     def _divergence_from(self, x: KeysOfQueries, weights: Float[Array, "B G M Q K"]):
-        """The same from the weights of each head's softmax over all that it sees."""
+        """`_divergence` from the summaries' weights in each head's whole softmax."""
         attention = lax.stop_gradient(weights).sum(axis=(1, 2))
         attention = attention / nonzero(attention.sum(axis=-1, keepdims=True))
         found = x.scores / math.sqrt(self.n_index_heads * self.d_index)
@@ -291,7 +291,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
             return ()
         series = self._index_series(params, k)
         n_last = min(self.n_series * self.block_size, call.length)
-        newest = fill_ring(*series, jnp.asarray(call.lengths), n_last)
+        newest = fill_ring(*series, call.lengths, n_last)
         keys = self._held(call.length)(self._index_keys(call, params, series, ids))
         none = jnp.full((len(k), min(self.top_k, keys.shape[1])), -1, jnp.int32)
         return CsaIndex(newest, keys, none)

@@ -354,7 +354,7 @@ class dsa(IndexedChoice, AttentionOp):
             return DsaCache(memory, (), ())
         index = self._index_queries(params, q), self._index_keys(params, k)
         index = Indexed(*index, self._of_candidates(params))
-        settings = self.top_k, jnp.asarray(call.lengths), call.length, call.rng
+        settings = self.top_k, call.lengths, call.length, call.rng
         none = (len(k), self.indexer.n_chosen(self.top_k, True, call.length))
         none = jnp.full(none, -1, jnp.int32)
         return DsaCache(memory, self.indexer.start(index, *settings), none)

@@ -96,7 +96,7 @@ class hash_sparse(AttentionOp):
         return hash_by(rotations, x, (self.n_buckets,), self.impl)[:, :, 0]
 
     def _plan(self, call, params, q, k) -> HashSparsePlan:
-        """Both orders by segment, bucket and position."""
+        """The orders of queries and of keys by segment, bucket and position."""
         rotations = draw_rotations(q, (self.n_buckets,), 1, call.rng, call.shard)
 
         def order(x: Float[Array, "B T N H"]) -> SortedSequence:

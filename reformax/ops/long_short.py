@@ -39,7 +39,12 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import in_blocks, join_chunks, with_neighbours
+from reformax.ops.numerics.query_chunks import (
+    cut_chunks,
+    in_blocks,
+    join_chunks,
+    with_neighbours,
+)
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax import band
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
@@ -262,11 +267,10 @@ class long_short(AttentionOp):
             real = tokens_before(lengths, k.shape[1])
             tokens = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
             found = self._mixtures(params, *tokens, real, chunk_len)
-            far = KeyValues(
-                *(
-                    x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures])
-                    for x, y in zip(far, (found.keys, found.values), strict=True)
-                )
+            far = jax.tree.map(
+                lambda x, y: x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures]),
+                far,
+                KeyValues(found.keys, found.values),
             )
         return LongShortCache(ring, far)
 
@@ -276,11 +280,11 @@ class long_short(AttentionOp):
         mask = seen_in_ring(Visibility(causal=True, window=self.window), ring, position)
         near, far = ring, cache.mixtures
         if self.dual_norm:
-            near = KeyValues(
-                *(
-                    jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), params[name]), 1, 2)
-                    for x, name in zip(ring, ("near_keys_norm", "near_values_norm"), strict=True)
-                )
+            norms = KeyValues(params["near_keys_norm"], params["near_values_norm"])
+            near = jax.tree.map(
+                lambda x, norm: jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), norm), 1, 2),
+                ring,
+                norms,
             )
         if self.rank:
             far = self._with_newest(params, cache, ring, position)
@@ -301,12 +305,9 @@ class long_short(AttentionOp):
         row = jnp.arange(position.shape[0])[:, None]
         slot = chunk[:, None] * self.rank + jnp.arange(self.rank)[None]
         # Indices with a slice between them come first in the result: [B, r, N, H].
-        return KeyValues(
-            *(
-                x.at[row, :, slot].set(y, mode="promise_in_bounds", unique_indices=True)
-                for x, y in zip(cache.mixtures, (found.keys, found.values), strict=True)
-            )
-        )
+        options = dict(mode="promise_in_bounds", unique_indices=True)
+        new = KeyValues(found.keys, found.values)
+        return jax.tree.map(lambda x, y: x.at[row, :, slot].set(y, **options), cache.mixtures, new)
 
 
 # Queries lie in blocks: letters C blocks of L queries, M keys.
@@ -330,12 +331,8 @@ def _by_groups(attend, near: WindowedBlocks, n_far: int) -> Float[Array, "B C L 
     group = max(LOGITS_AT_A_TIME // n_logits, 1)
     if n_blocks <= group:
         return attend(near)
-
-    def cut(x):  # [B, C, ...] -> [groups, B, C, ...]
-        x = jnp.pad(x, [(0, 0), (0, -n_blocks % group)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, group, *x.shape[2:]), 1, 0)
-
-    return join_chunks(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
+    groups = jax.tree.map(lambda x: cut_chunks(x, group), near)
+    return join_chunks(jax.lax.map(attend, groups), n_blocks)
 
 
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:

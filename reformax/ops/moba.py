@@ -35,7 +35,13 @@ from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
-from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, positions, positions_in
+from reformax.ops.numerics.query_chunks import (
+    by_chunks,
+    in_blocks,
+    join_chunks,
+    positions,
+    positions_in,
+)
 from reformax.ops.softmax.chosen_blocks import ChosenTiles, tiles
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
 from reformax.ops.softmax.online import Softmax
@@ -104,8 +110,7 @@ class moba(AttentionOp):
         def in_arrays() -> Int[Array, "B N T K-1"]:
             queries = tokens_only(q, ids), ids, positions(length)
             chosen = by_chunks(best, 1, *queries, at_a_time=n_batch * SCORED_QUERIES)
-            chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
-            return chosen[:, :, :length]
+            return join_chunks(chosen, length, axis=2)
 
         obstacles = group_obstacles(q, k, None)
         return compute_by(self.impl, in_arrays, pallas=(obstacles, in_kernels))
@@ -125,10 +130,8 @@ class moba(AttentionOp):
             found = _tiles(plan, size, n_rows)
             n_keys = min(KEYS, power_of_two(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
-            ids = call.segment_ids
-            ids = None if ids is None else jnp.asarray(ids, jnp.int32)
             lists = found.block, found.pair, found.bounds, found.slot >= 0
-            x = kernel.MobaInputs(q, k, v, ids, call.seed, *lists)
+            x = kernel.MobaInputs(q, k, v, call.segment_ids, call.seed, *lists)
             return kernel.attend(sizes, interpret, x)
 
         obstacles = group_obstacles(q, k, v, call.logits)

@@ -242,8 +242,8 @@ class nsa(AttentionOp):
         first_position: Int[Array, "B T"],
     ) -> Int[Array, "B G T K"]:
         """`_plan` in array operations, in chunks of queries."""
-        n_batch, length = ids.shape
-        n_kv, n_blocks = summaries.keys.shape[2], -(-length // self.block_size)
+        length, n_kv = ids.shape[1], summaries.keys.shape[2]
+        n_blocks = -(-length // self.block_size)
 
         def select(q, ids, position, first_position):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
             mask = summaries.seen(ids, position)
@@ -256,9 +256,7 @@ class nsa(AttentionOp):
         n_seen = summaries.keys.shape[1] * q.shape[2]
         q = grouped(q, n_kv, 2)
         chosen = by_chunks(select, n_seen, q, ids, positions(length), first_position)
-        return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[
-            :, :, :length
-        ]
+        return join_chunks(chosen, length, axis=2)
 
     # Attention.
 
@@ -339,7 +337,7 @@ class nsa(AttentionOp):
 
         group, size = q.shape[2] // k.shape[2], min(self.block_size, q.shape[1])
         common = group, call.dropout, kernel.n_rows(q), call.logits
-        ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
+        ids = call.segment_ids
         sizes = dict(stride=self.compress_stride, span=self.compress_len)
         sizes = kernel.NsaSizes(*common, **sizes)
         summary_ids = None if ids is None else summaries.ids
@@ -353,7 +351,7 @@ class nsa(AttentionOp):
         lengths, capacity = call.lengths, call.length
         fitted = self._within(capacity)
         selected, window = fitted._branch_projections(k, v, call.extra_projections)
-        exists = tokens_before(jnp.asarray(lengths), k.shape[1]).astype(jnp.int32)
+        exists = tokens_before(lengths, k.shape[1]).astype(jnp.int32)
         real = tokens_only(k, exists), tokens_only(v, exists)
         summaries = fitted._summaries.of(params, *real, exists)
         n = fitted._summaries.n(capacity)

@@ -42,7 +42,7 @@ from reformax.ops.masking.masks import segment_begins, tokens_before
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.precision import accum_dtype, product
-from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
+from reformax.ops.numerics.query_chunks import cut_chunks, join_chunks
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
@@ -329,9 +329,7 @@ def of_all(
     size = -(-length // n_chunks)
     if real is None and length % size:
         real = jnp.ones((n_batch, length), bool)
-    q, k, v, real = (
-        None if x is None else jnp.moveaxis(in_blocks(x, size), 1, 0) for x in (q, k, v, real)
-    )
+    q, k, v, real = (None if x is None else cut_chunks(x, size) for x in (q, k, v, real))
 
     def largest(chunk) -> Float[Array, "B 1 N 1"]:
         k, real = chunk

@@ -37,7 +37,7 @@ from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
 from reformax.ops.numerics.best import with_nan_highest
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.numerics.query_chunks import cut_chunks
 from reformax.ops.softmax.block_lists import SortedLayout
 from reformax.ops.softmax.dropout import dropped_self_values
 from reformax.ops.softmax.gathered import gather_rows, gathered_softmax
@@ -149,8 +149,8 @@ class routing(AttentionOp):
             total = jnp.einsum("btnc,btnh->nch", nearest, x, precision=lax.Precision.HIGHEST)
             return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
 
-        def chunks(x):  # chunks first; `token_mask` is 0 at the padding of the last chunk
-            return jnp.moveaxis(in_blocks(x, min(POSITIONS_AT_A_TIME, x.shape[1])), 1, 0)
+        def chunks(x):  # `token_mask` is 0 at the padding of the last chunk
+            return cut_chunks(x, min(POSITIONS_AT_A_TIME, x.shape[1]))
 
         token_mask = token_mask.astype(centroids.dtype)
         sums = jnp.zeros_like(centroids), jnp.zeros_like(centroids[..., 0])

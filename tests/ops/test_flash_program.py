@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from reformax.ops.kernels.triton import flash
-from reformax.ops.kernels.triton.common import QueryRows, in_logits, launch, query_rows
+from reformax.ops.kernels.triton.common import QueryRows, launch
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import Softmax, nonzero
 from tests.helpers import assert_trees_close, with_gradients
@@ -72,7 +72,7 @@ def forward_kernel(x, out, *, logits):
     queries = program.tile(pl.program_id(0))
     acc, row_max, row_sum = flash.forward(program, queries)
     program.put_rows(out.acc, queries, acc / nonzero(row_sum)[:, None])
-    program.put_numbers(out.row_max, queries, in_logits(row_max, x.q.shape[3]))
+    program.put_numbers(out.row_max, queries, row_max * program.scale)
     program.put_numbers(out.row_sum, queries, row_sum)
 
 
@@ -81,8 +81,8 @@ def backward_kernel(x, row, out, *, logits):
     tile = program.tile(pl.program_id(0))
     dq = flash.d_queries(program, tile, program.rows(x.q, tile))
     dk, dv = flash.d_keys(program, tile)
-    scale = 1 / math.sqrt(x.q.shape[3])
-    for ref, value in zip(out, (dq * scale, dk * scale, dv), strict=True):
+    gradients = dq * program.scale, dk * program.scale, dv
+    for ref, value in zip(out, gradients, strict=True):
         program.put_rows(ref, tile, value)
 
 
@@ -102,7 +102,7 @@ def forward(logits, x, interpret):
 
 
 def backward(logits, x, results, d_out, interpret):
-    row = query_rows(d_out, results, None)
+    row = QueryRows.of(d_out, results, None)
     shapes = Inputs(*(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x))
     return tuple(run(backward_kernel, logits, (x, row), shapes))
 

@@ -40,7 +40,12 @@ def compiled(op, q, v, rng, **settings):
 
 
 def hash_vectors(x, factors, n_hashes):
-    return np.asarray(jax.jit(lambda x: hashing.hash_vectors(x, factors, n_hashes, KEY))(x))
+    @jax.jit
+    def hashed(x):
+        rotations = hashing.draw_rotations(x, factors, n_hashes, KEY)
+        return hashing.hash_by(rotations, x, factors, "xla")
+
+    return np.asarray(hashed(x))
 
 
 # Hashing

@@ -1,4 +1,4 @@
-"""What a call of an op is, besides its weights, its queries, keys and values, and its plan."""
+"""The arguments of a call of an op, besides weights, queries, keys, values and plan."""
 
 from __future__ import annotations
 

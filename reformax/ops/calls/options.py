@@ -54,7 +54,7 @@ class Options:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def with_n_hashes(self, n: int) -> Options:
-        """These options with `n` hashes, also at evaluation; unchanged if they have no hashes."""
+        """Returns the options with `n` hashes, also at evaluation; unchanged without hashes."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

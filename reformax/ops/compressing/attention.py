@@ -82,11 +82,11 @@ def _to_window(call: Call, q, k, v, window: int) -> Softmax:
             dropped = dropped_factors(call, (len(q), 1, *heads), *addresses)
             logits = call.logits.of("bclgmh,bckgh->bcgmlk", q, k)
             found = softmax_over(logits, mask[:, :, None, None], "bcgmlk,bckgv->bcgmlv", v, dropped)
-            return [jnp.moveaxis(x, 4, 1) for x in found]
+            return [jnp.moveaxis(x, 4, 2) for x in found]
 
         rows = (jnp.swapaxes(x, 1, 2) for x in (q, ids, query))
         found = by_chunks(attend_rows, 2 * size * n_heads * q.shape[1], *rows)
-        return [jnp.swapaxes(join_chunks(x, size), 1, 2) for x in found]
+        return [join_chunks(x, size, axis=2) for x in found]
 
     queries = [in_blocks(x, size) for x in (grouped(q, n_kv, 2), ids, positions(length))]
     keys = (k, v, ids, positions(length) + 1)
@@ -153,8 +153,7 @@ def in_kernels(
     from reformax.ops.kernels.triton.chosen_keys import reads_lists
     from reformax.ops.kernels.triton.nsa import n_rows
 
-    ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    window, block_size = sizes
+    ids, (window, block_size) = call.segment_ids, sizes
     group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
     by_list = chosen is not None and reads_lists(chosen.shape[2], n_summaries, q, k)
     common = dict(group=group, dropout=call.dropout, logits=call.logits)

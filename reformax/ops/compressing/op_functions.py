@@ -159,7 +159,7 @@ class Compressed(LearnedSinks):
     def _in_kernels(
         self, call: Call, params, q, k, v, summaries: Summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
-        """The same in kernels. `q`, `k` and `v` are rotated by the op."""
+        """Attention to window and summaries in kernels. `q`, `k`, `v` are rotated by the op."""
         sizes = self.window, self.block_size
         return in_kernels(call, interpret, q, k, v, summaries, sizes)[0]
 
@@ -175,7 +175,7 @@ class Compressed(LearnedSinks):
     # Decoding. C is the number of blocks in the capacity.
 
     def _init_cache(self, call, params, q, k, v, plan) -> CompressedCache:
-        lengths, capacity = jnp.asarray(call.lengths), call.length
+        lengths, capacity = call.lengths, call.length
         ids = tokens_before(lengths, k.shape[1]).astype(jnp.int32)
         _, keys, values = self._rotated_qkv(q, k, v, positions(k.shape[1]))
         found = jax.tree.map(self._held(capacity), self._summaries(call, params, ids)[:2])
@@ -216,12 +216,9 @@ class Compressed(LearnedSinks):
         ]
         first = (position // self.block_size * self.block_size)[:, None]
         made[0] = self._rotated(made[0][:, None], first)[:, 0]
-        row = jnp.arange(len(position))
-        summaries = KeyValues(
-            *(
-                x.at[row, :, number].set(y, mode="drop")
-                for x, y in zip(cache.summaries, (made[0], made[-1]), strict=True)
-            )
+        row, new = jnp.arange(len(position)), KeyValues(made[0], made[-1])
+        summaries = jax.tree.map(
+            lambda x, y: x.at[row, :, number].set(y, mode="drop"), cache.summaries, new
         )
         far, seen, index = self._choose_newest(call, params, q, k, summaries, cache.index)
         near = seen_in_ring(Visibility(causal=True, window=self.window), window, position)

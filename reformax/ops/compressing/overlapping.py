@@ -1,4 +1,4 @@
-"""Summaries of stretches that overlap, which native sparse attention has of keys and of values.
+"""Overlapping summaries of keys and of values, as native sparse attention has them.
 
 Yuan et al. 2025, sec. 3.3.1, eq. 7. Letters as in `ops.nsa`.
 """

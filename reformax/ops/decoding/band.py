@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -43,12 +44,9 @@ def step(
     """Attention of one more position."""
     position = call.position
     ring, of_global = add_to_ring(cache.ring, k, v, position), cache.global_positions
-    is_new = (of_global == position[:, None])[:, None, :, None]
-    global_rows = KeyValues(
-        *(
-            jnp.where(is_new, jnp.swapaxes(new, 1, 2), x)
-            for x, new in zip(cache.global_rows, (k, v), strict=True)
-        )
+    is_new, new = (of_global == position[:, None])[:, None, :, None], KeyValues(k, v)
+    global_rows = jax.tree.map(
+        lambda x, y: jnp.where(is_new, jnp.swapaxes(y, 1, 2), x), cache.global_rows, new
     )
     newest, masks = Side(position[:, None]), []
     for band in bands:

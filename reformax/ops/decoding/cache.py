@@ -31,11 +31,11 @@ class KeyValues(NamedTuple):
     values: Float[Array, "B N S V"]
 
     def at(self, slot: Int[Array, "#B #N K"]) -> KeyValues:
-        """Those in some slots, `[B, N, K, ...]`."""
+        """The keys and values in some slots, `[B, N, K, ...]`."""
         return KeyValues(*(jnp.take_along_axis(x, slot[..., None], axis=2) for x in self))
 
     def joined(self, others: KeyValues) -> KeyValues:
-        """These and then others of the same rows and heads."""
+        """Concatenates the slots of others, of the same rows and heads."""
         return KeyValues(*(jnp.concatenate(x, axis=2) for x in zip(self, others, strict=True)))
 
 

@@ -108,6 +108,11 @@ def add_all_to_ring(
     return KeyValues(*(put_all(x, new, position, lengths, axis) for x, new in both))
 
 
+def held_by(axis: str | None) -> tuple[Any, int]:
+    """`(i, n)`: a device has the positions i, i + n, i + 2n, ... of a cache that `axis` divides."""
+    return (0, 1) if axis is None else (lax.axis_index(axis), lax.axis_size(axis))
+
+
 def put_all(
     x: Float[Array, "B G S J"],
     new: Float[Array, "B T G J"],
@@ -116,11 +121,11 @@ def put_all(
     axis: str | None = None,
 ) -> Float[Array, "B G S J"]:
     """The keys or values of a ring with new ones, as in `add_all_to_ring`."""
-    n_slots, index = x.shape[2], jnp.arange(new.shape[1])[None]
-    at, n = position[:, None] + index, 1 if axis is None else lax.axis_size(axis)
+    n_slots, index, (i, n) = x.shape[2], jnp.arange(new.shape[1])[None], held_by(axis)
+    at = position[:, None] + index
     kept = (index < lengths[:, None]) & (index >= lengths[:, None] - n_slots * n)
     if axis is not None:
-        kept &= at % n == lax.axis_index(axis)
+        kept &= at % n == i
     slot = jnp.where(kept, at // n % n_slots, n_slots)  # out of bounds: not written
     return x.at[jnp.arange(len(x))[:, None], :, slot].set(new.astype(x.dtype), mode="drop")
 
@@ -146,7 +151,7 @@ def attend_to_ring(
     (n_batch, length, n_heads, _), n_slots = q.shape, ring.keys.shape[2]
     dtype = accum_dtype(q.dtype, ring.values.dtype)
     at = call.position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    n, i = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
+    i, n = held_by(axis)
     size = min(SLAB, n_slots)
     if call.bias is not None:
         size = max(1, min(size, BIAS_BYTES // (4 * n_heads * length)))
@@ -201,8 +206,7 @@ def attend_to_chosen(
 ) -> Float[Array, "B T N V"]:
     """Attention of queries to the positions that each chose, -1 for none, as `attend_to_ring`."""
     n_batch, length, n_heads, _ = q.shape
-    dtype = accum_dtype(q.dtype, ring.values.dtype)
-    n, i = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
+    dtype, (i, n) = accum_dtype(q.dtype, ring.values.dtype), held_by(axis)
 
     def attend(q, chosen):  # g heads of keys, m of queries of each
         held = (chosen >= 0) & (chosen % n == i)

@@ -87,7 +87,7 @@ def aligned_orders(
 
 def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
     """The ids to sort queries and keys by: padding, and queries without keys, are last."""
-    of_query, of_key = (jnp.asarray(x, jnp.int32) for x in segment_pair(segment_ids))
+    of_query, of_key = segment_pair(segment_ids)
     ids = jnp.concatenate([of_query, of_key], axis=1)
     is_key = jnp.arange(ids.shape[1]) >= of_query.shape[1]
 

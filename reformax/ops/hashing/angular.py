@@ -66,7 +66,7 @@ class AngularHashing(NamedTuple):
         chunk_len: int,
         rotations: Float[ArrayLike, "N H R F"] | None = None,
     ) -> Self:
-        """Those of an op's options; `SettingError` for a wrong `n_buckets`."""
+        """The hashing of an op's options; `SettingError` for a wrong `n_buckets`."""
         factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
         return cls(factors, chunk_len, rotations)
 
@@ -100,21 +100,6 @@ class AngularHashing(NamedTuple):
         return of_heads(given, shard, n_heads)
 
 
-def hash_vectors(
-    vectors: Float[Array, "B T N H"], factors: Sequence[int], n_hashes: int, rng: PRNGKeyArray
-) -> Int[Array, "B N R T"]:
-    """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
-
-    Each head and each hash has its own rotations, which are the same for all examples.
-
-    Args:
-      vectors: the vectors to hash; only their directions matter.
-      factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
-      n_hashes: R.
-    """
-    return hash_by(draw_rotations(vectors, factors, n_hashes, rng), vectors, factors, "xla")
-
-
 def draw_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
@@ -134,11 +119,15 @@ def hash_by(
     factors: Sequence[int],
     impl: str,
 ) -> Int[Array, "B N R T"]:
-    """`hash_vectors` with given rotations, rounded to the dtype of `vectors`.
+    """Angular hashes: the argmax over [x R; -x R] for a rotation R (Reformer, sec. 2).
+
+    Each head and each hash has its own rotations, which are the same for all examples. They are
+    rounded to the dtype of `vectors`.
 
     Args:
       rotations: from `draw_rotations`.
-      vectors, factors: as in `hash_vectors`.
+      vectors: the vectors to hash; only their directions matter.
+      factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       impl: the op's. "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later
         and heads of 256 or less. "auto" takes the kernel on such a GPU for more than one position.
 

@@ -131,4 +131,4 @@ def largest_of_segment(
     def of_row(x: Float[Array, "N T"], number: Int[Array, " T"]) -> Float[Array, "N T"]:
         return jax.ops.segment_max(x.T, number, num_segments=len(number))[number].T
 
-    return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segment_ids)))
+    return jax.vmap(of_row)(squares, segment_numbers(segment_ids))

@@ -44,7 +44,7 @@ def centred(
     elif segment_ids is None:
         means = x.mean(axis=1, keepdims=True, dtype=accum_dtype(x.dtype))
     else:
-        means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segment_ids)))
+        means = jax.vmap(_of_segments)(x, segment_numbers(segment_ids))
     return (x.astype(means.dtype) - means).astype(x.dtype)
 
 

@@ -50,7 +50,6 @@ def sort(
                 f"n_buckets is {n_buckets} with segments of {length:,} tokens: expected a product "
                 "below 2**31"
             )
-        segment_ids = jnp.asarray(segment_ids)
         group = group + (segment_numbers(segment_ids) * n_buckets)[:, None]
         group = jnp.where(is_token(segment_ids)[:, None], group, 0)
     position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).query_positions[:, :, 0]

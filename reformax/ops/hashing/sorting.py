@@ -38,9 +38,8 @@ def sort_by_bucket(
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
     n_buckets += n_pad > 0
     if segment_ids is not None:
-        segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
-        last = jnp.iinfo(jnp.int32).max
-        segment_ids = jnp.where(is_token(segment_ids), segment_ids, last)  # padding is last
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, n_pad)))
+        segment_ids = padding_last(segment_ids)
     most = n_buckets if segment_ids is None else max(n_buckets, length)
     if jax.default_backend() == "gpu" and n_rows * most <= 2**32:
         order = _sort_as_one_row(buckets, n_buckets)
@@ -60,6 +59,11 @@ def sort_by_bucket(
     else:
         order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
     return Order(order)
+
+
+def padding_last(segment_ids: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    """The numbers that `sort_by_bucket` sorts segments by: those of padding follow all others."""
+    return jnp.where(is_token(segment_ids), segment_ids, jnp.iinfo(jnp.int32).max)
 
 
 def n_sorted(call: Call) -> Int[Array, " B"] | None:

@@ -103,6 +103,6 @@ def positions_of(
 def in_parts(
     chosen: Int[Array, "B T K"], size: int
 ) -> tuple[Int[Array, "B T _"], Int[Array, "B T _"]]:
-    """Both parts of `positions_of`."""
+    """The positions of chosen blocks and of the query's own block, from `positions_of`."""
     n_in_blocks = chosen.shape[2] - (size - 1)
     return chosen[..., :n_in_blocks], chosen[..., n_in_blocks:]

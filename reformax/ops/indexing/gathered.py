@@ -38,7 +38,7 @@ class KeysOfQueries(NamedTuple):
 
 
 class KeyReader(NamedTuple):
-    """What some queries read, keys `span` positions apart with the vectors `index` of an indexer.
+    """The keys that queries read, `span` positions apart, with the vectors `index` of an indexer.
 
     It takes chunks of queries `[B, Q, G, M, H]`, or `[B, Q, G, H]` with a key head each, and what
     they chose, `[B, Q, K]`.

@@ -237,21 +237,31 @@ class Indexer(IndexerDecoding, Options):
         shard: Shard | None,
     ) -> Int[Array, "B Q K"]:
         """The best keys of some queries, by scores of all keys or of candidates."""
-        side = Side(queries.position, queries.ids)
-        if self.candidates is None and interpret is not None:
-            from reformax.ops.kernels.triton.indexer import choose_positions
-
-            ids = (None, None) if keys.segment_ids is None else (queries.ids, keys.ids)
-            arrays = *queries.index, keys.keys, *ids
-            first = None
-            if rule.n_local or sharding.axis_of(shard) is not None:
-                # A query chooses what a query `n_local` positions before it sees.
-                first = queries.position[0, 0] - rule.n_local
-            sizes = dict(dtype=self.dtype, first=first)
-            return choose_positions(n_best, rule.causal, interpret, *arrays, **sizes)
-        if self.candidates is None:
-            arrays = queries.index, keys.keys, side, keys.ids
+        if self.candidates is not None:
+            return self._best_candidates(rule, n_best, keys, queries, interpret)
+        if interpret is None:
+            arrays = queries.index, keys.keys, Side(queries.position, queries.ids), keys.ids
             return best_keys(self.score, rule, n_best, *arrays)[1]
+        from reformax.ops.kernels.triton.indexer import choose_positions
+
+        ids = (None, None) if keys.segment_ids is None else (queries.ids, keys.ids)
+        arrays = *queries.index, keys.keys, *ids
+        first = None
+        if rule.n_local or sharding.axis_of(shard) is not None:
+            # A query chooses what a query `n_local` positions before it sees.
+            first = queries.position[0, 0] - rule.n_local
+        sizes = dict(dtype=self.dtype, first=first)
+        return choose_positions(n_best, rule.causal, interpret, *arrays, **sizes)
+
+    def _best_candidates(
+        self,
+        rule: ChoiceRule,
+        n_best: int,
+        keys: IndexedKeys,
+        queries: QueryChunk,
+        interpret: Interpret,
+    ) -> Int[Array, "B Q K"]:
+        """The best candidates of some queries, which are found for a chunk of queries at a time."""
         prepared, choose, of_all = self.candidates.prepare(keys), None, None
         if interpret is not None and self.group == 1:
             of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.decoding.reading import put_all
+from reformax.ops.decoding.reading import held_by, put_all
 from reformax.ops.indexing.blocks import best_of_newest, positions_of
 from reformax.ops.indexing.candidates.base import IndexedKeys, QueryChunk
 from reformax.ops.indexing.candidates.best import best_candidates
@@ -112,7 +112,7 @@ class IndexerDecoding:
           axis: the mesh axis that divides the cache, as in `decoding.reading`; None: it is whole.
         """
         keys = put_all(cache.keys[:, None], x.keys[:, :, None], position, lengths, axis)[:, 0]
-        every = (0, 1) if axis is None else (lax.axis_index(axis), lax.axis_size(axis))
+        every = held_by(axis)
         capacity, ids = keys.shape[1] * every[1], jnp.ones(keys.shape[:2], jnp.int32)
         n_local = self.n_local_keys(True, capacity)
         rule, n_best = ChoiceRule(True, n_local), min(top_k - n_local, capacity)

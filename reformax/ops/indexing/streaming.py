@@ -19,7 +19,7 @@ from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.best import best_of, taken, with_nan_highest
-from reformax.ops.numerics.query_chunks import in_blocks, join_chunks
+from reformax.ops.numerics.query_chunks import cut_chunks, join_chunks
 
 # Numbers of a chunk's scores in memory at a time, and the fewest keys of a tile.
 AT_A_TIME, TILE = 2**22, 1024
@@ -52,7 +52,7 @@ def best_keys(
     size = min(max(TILE, n_best), n_keys)
     n_rows = max(AT_A_TIME // (n_batch * (index.weights.shape[2] + 2) * (size + n_best)), 1)
     n_rows = min(n_rows, length)
-    tiles = tuple(jnp.moveaxis(in_blocks(x, size), 1, 0) for x in (keys, ids))
+    tiles = tuple(cut_chunks(x, size) for x in (keys, ids))
     take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
 
     def best_of_chunk(chunk):
@@ -82,7 +82,7 @@ def best_keys(
         return lax.fori_loop(0, -(-end // size), add_tile, none)
 
     arrays = *index, queries.position, queries.segment_id
-    chunks = tuple(jnp.moveaxis(in_blocks(x, n_rows), 1, 0) for x in arrays)
+    chunks = tuple(cut_chunks(x, n_rows) for x in arrays)
     best, chosen = lax.map(best_of_chunk, chunks)
     return join_chunks(best, length), join_chunks(chosen, length)
 

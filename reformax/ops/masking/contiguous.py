@@ -32,7 +32,6 @@ def order_of_segments(
     """The order that makes each segment contiguous, and the ids in it; None without segments."""
     if segment_ids is None:
         return None, None
-    segment_ids = jnp.asarray(segment_ids)
     order = jnp.argsort(segment_ids, axis=1, stable=True)
     return order, reorder(segment_ids, order)
 

@@ -79,8 +79,8 @@ def paired_segment_ids(
 
 
 def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
-    """Segment ids as int32, the dtype that ops read."""
-    return jax.tree.map(lambda ids: ids.astype(jnp.int32), segment_ids)
+    """Segment ids as arrays of int32, the dtype that ops read."""
+    return jax.tree.map(lambda ids: jnp.asarray(ids, jnp.int32), segment_ids)
 
 
 def int32_or_bool_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
@@ -107,7 +107,7 @@ def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
 
 def ids_or_ones(segment_ids: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
     """The segment ids of `x`; without any, each row is segment 1."""
-    return jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    return jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
 
 
 def segment_begins(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -148,7 +148,7 @@ def keys_seen(
     if segment_ids is None:
         seen = jnp.arange(1, n_queries + 1)[None] if causal else jnp.full((1, n_queries), n_keys)
         return jnp.minimum(seen, n_keys)
-    ids = [jnp.asarray(x).astype(jnp.int32) for x in segment_pair(segment_ids)]
+    ids = segment_pair(segment_ids)
     # Keys and queries in one row, each query after the keys that are not in its future.
     if causal:
         longest = max(n_queries, n_keys)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.visibility import is_token
 
 
-def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+def tokens_only(x: Shaped[Array, "B T *d"], ids: Int[Array, "B T"]) -> Shaped[Array, "B T *d"]:
     """`x` with zeros at padding, where the gradient is 0 too."""
-    return jnp.where(is_token(ids)[..., None, None], x, 0)
+    return jnp.where(is_token(ids)[(..., *[None] * (x.ndim - 2))], x, 0)
 
 
 def attend_to_tokens(

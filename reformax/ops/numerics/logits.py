@@ -65,7 +65,7 @@ class Logits(NamedTuple):
         return jnp.where(d_logits == 0, 0.0, d_logits * slope)
 
     def for_size(self, size: int) -> Logits:
-        """The same for heads of `size`, with the scale as a number."""
+        """These logits for heads of `size`, with the scale as a number."""
         return self if self.scale is not None else self._replace(scale=1 / math.sqrt(size))
 
 

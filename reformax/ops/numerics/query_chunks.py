@@ -27,7 +27,7 @@ def by_chunks(
     """
     n_batch, length = arrays[0].shape[:2]
     size = max(min((at_a_time or AT_A_TIME) // (n_batch * n_seen), length), 1)
-    chunks = tuple(jnp.moveaxis(in_blocks(x, size), 1, 0) for x in arrays)
+    chunks = tuple(cut_chunks(x, size) for x in arrays)
     return lax.map(lambda chunk: function(*chunk), chunks)
 
 
@@ -44,10 +44,19 @@ def with_neighbours(x: Shaped[Array, "B C L *d"], n_before: int, n_after: int) -
     return jnp.concatenate([x[:, i : i + n] for i in range(n_before + 1 + n_after)], axis=2)
 
 
-def join_chunks(x: Array, length: int) -> Array:
-    """Joins results of chunks, `[chunks, B, Q, ...]`, to those of all queries, `[B, T, ...]`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+def cut_chunks(x: Shaped[Array, "B T *d"], size: int) -> Shaped[Array, "C B L *d"]:
+    """Chunks of `size` positions, as `lax.map` and `lax.scan` take them; zeros fill up the last."""
+    return jnp.moveaxis(in_blocks(x, size), 1, 0)
+
+
+def join_chunks(x: Array, length: int, axis: int = 1) -> Array:
+    """Joins results of chunks, `[chunks, B, Q, ...]`, to those of all queries, `[B, T, ...]`.
+
+    Queries are another `axis` of other results, such as 2 of `[chunks, B, N, Q, ...]`.
+    """
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, length, axis=axis)
 
 
 def positions_in(blocks: Int[Array, "*d K"], size: int) -> Int[Array, "*d K*L"]:

@@ -212,30 +212,30 @@ def rotary(
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if angles.magnitude != 1.0:
         cos, sin = cos * angles.magnitude, sin * angles.magnitude
-    return _turned(x, (cos, sin))
+    return _rotate(x, (cos, sin))
 
 
 @CustomDerivatives
-def _turned(
+def _rotate(
     x: Float[Array, "B T N H"], cos_sin: tuple[Float[Array, "_ T 1 F"], Float[Array, "_ T 1 F"]]
 ) -> Float[Array, "B T N H"]:
-    """The first 2 F features turned by angles of these cosines and sines, in pairs."""
+    """Rotates the first 2 F features, in pairs, by angles of these cosines and sines."""
     cos, sin = cos_sin
     half = cos.shape[-1]
     y = x.astype(accum_dtype(x.dtype))
     a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return rotated.astype(x.dtype)
 
 
-def _turned_back(cos_sin, d_out):
-    """The gradient is turned back. XLA would pad two halves of it and add them up."""
+def _rotate_back(cos_sin, d_out):
+    """Rotates the gradient by the opposite angles. XLA would pad two halves and add them up."""
     cos, sin = cos_sin
-    return _turned(d_out, (cos, -sin)), None
+    return _rotate(d_out, (cos, -sin)), None
 
 
-_turned.define(
-    lambda x, cos_sin: (_turned(x, cos_sin), cos_sin),
-    _turned_back,
-    lambda cos_sin, tangents: _turned(tangents[0], cos_sin),
+_rotate.define(
+    lambda x, cos_sin: (_rotate(x, cos_sin), cos_sin),
+    _rotate_back,
+    lambda cos_sin, tangents: _rotate(tangents[0], cos_sin),
 )

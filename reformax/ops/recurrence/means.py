@@ -168,7 +168,7 @@ def _forward_of_all(q, k, v):
 
 
 def _backward_of_all(results, d_out):
-    """As `_backward`, with products of whole matrices."""
+    """`_backward` with products of whole matrices."""
     results, d_out = first_order((results, d_out))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     q, k, v, out, (state, keys, total) = lax.optimization_barrier(results)

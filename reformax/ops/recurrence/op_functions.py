@@ -156,7 +156,7 @@ class Recurrence(Options):
         return restore_order(out.astype(v.dtype), order), RecurrenceCache(after, last)
 
     def _init_cache(self, call, params, q, k, v, plan) -> RecurrenceCache:
-        params, lengths = self._of_these_heads(params, v.shape[2]), jnp.asarray(call.lengths)
+        params, lengths = self._of_these_heads(params, v.shape[2]), call.lengths
         x = self._read_units(params, convolve(params, q, k, v), call.extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x._replace(v=with_ones(x.v)) if self._means else x

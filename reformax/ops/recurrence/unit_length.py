@@ -22,7 +22,7 @@ EPSILON = 1e-6  # of the square length
 
 
 class UnitRows(NamedTuple):
-    """What the gradient of normalised queries and keys reads."""
+    """The arrays that the gradient of normalised queries and keys reads."""
 
     q: Float[Array, "B T N"]  # the queries' factors, with that of `scaled`
     k: Float[Array, "B T N"]  # the keys' factors

@@ -92,14 +92,13 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
 def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_positions) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
     chunks = _chunks(call, band, q.shape[1])
-    segment_ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    order, of_order, n_tokens = None, segment_ids, call.lengths
+    order, of_order, n_tokens = None, call.segment_ids, call.lengths
     if band.dilation > 1:
         n_tokens = None
         n_slots = q.shape[1] + chunks.padding
         positions = _by_step(band.dilation, q.shape[1], n_slots)
         order = Order(jnp.broadcast_to(positions, (len(q), q.shape[2], 1, n_slots)))
-        of_order = _by_segment_and_step(band.dilation, q, segment_ids)
+        of_order = _by_segment_and_step(band.dilation, q, call.segment_ids)
     if global_positions is None or global_positions.shape[1] == 0:
         masks = of_order, call.seed
         return chunked_attention(q, k, v, chunks, order, *masks, interpret, n_tokens=n_tokens)
@@ -107,7 +106,7 @@ def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_p
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     x = UnsortedInputs(q, k, v, order, _in_slots(of_order, n_tokens, chunks), call.seed)
-    return kernel.attend(band, chunks, interpret, x, global_positions, segment_ids)
+    return kernel.attend(band, chunks, interpret, x, global_positions, call.segment_ids)
 
 
 def attend_and_far(
@@ -130,8 +129,8 @@ def attend_and_far(
 
     band = band.within(q.shape[1])
     chunks = _chunks(call, band, q.shape[1])
-    ids = None if call.segment_ids is None else jnp.asarray(call.segment_ids)
-    x = UnsortedInputs(q, k, v, None, _in_slots(ids, call.lengths, chunks), None)
+    masks = _in_slots(call.segment_ids, call.lengths, chunks)
+    x = UnsortedInputs(q, k, v, None, masks, None)
     return kernel.attend_and_far(chunks, interpret, x, far)
 
 

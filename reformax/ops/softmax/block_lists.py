@@ -291,7 +291,7 @@ class BlockInputs(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, q: Array, k: Array, v: Array) -> BlockInputs:
-        """Those of an op's call, without bias and sinks."""
+        """The arrays of an op's call, without bias and sinks."""
         return cls(q, k, v, *segment_pair(call.segment_ids), call.seed)
 
     @property

@@ -23,7 +23,7 @@ LengthScale = Annotated[float, Bounds(1e-3, 1e3, name="a number from 0.001 to 10
 
 @options
 class LogitOptions(Options):
-    """What changes the logits of any algorithm. One without weights, by `dropout`, refuses them.
+    """Options of logits. Every algorithm has them; one that makes no weights refuses them.
 
     Args:
       soft_cap: a bound c of the logits x, which become `c tanh(x / c)`, before a bias is added

@@ -52,7 +52,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of_results(cls, results: tuple[Array, Array, Array]) -> Softmax:
-        """That of rows `[B, N, T]` whose output is `[B, T, N, V]`; the inverse of `results`."""
+        """The softmax of rows `[B, N, T]` whose output is `[B, T, N, V]`; inverts `results`."""
         return cls.of_output(jnp.swapaxes(results[0], 1, 2), *results[1:])
 
     def results(self, dtype: Any) -> tuple[Array, Array, Array]:

@@ -72,7 +72,7 @@ class Chunking(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, length: int, *sizes: int, **options: Any) -> Self:
-        """That of a call, and of `ChunkSizes`; a `window` is no longer than the sequence."""
+        """The chunking of a call by `ChunkSizes`; a `window` is cut to the sequence."""
         of_call = dict(causal=call.causal, dropout=call.dropout, logits=call.logits)
         if (window := options.get("window")) is not None:
             options["window"] = min(window, length)
@@ -175,6 +175,6 @@ class UnsortedInputs(NamedTuple):
     k: Float[Array, "B T N H"] | None
     v: Float[Array, "B T N V"]
     order: Order | None  # as in `softmax.chunked.chunked_attention`
-    # As there, padded to whole chunks with 0, or `TokensFirst` of them.
+    # Padded to whole chunks with 0.
     segment_ids: SegmentIds | TokensFirst | None
     seed: Int[Array, 6] | None

@@ -139,7 +139,7 @@ def _in_order(halves: Pair, axis: str) -> Array:
 
 
 def _if(condition: Any, one: Any, other: Any) -> Pair:
-    """Both trees, swapped unless the condition holds."""
+    """`(one, other)` where the condition holds, `(other, one)` elsewhere."""
 
     def choose(condition):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), one, other)

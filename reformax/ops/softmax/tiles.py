@@ -43,7 +43,7 @@ from reformax.ops.numerics.row_blocks import (
     row_statistics,
     rows,
 )
-from reformax.ops.softmax.block_lists import BlockInputs
+from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, lowest, nonzero, without_nan
@@ -115,16 +115,12 @@ class TilePlan(NamedTuple):
 
 def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> TilePlan:
     """All tiles; of a causal call, those in which some query sees some key."""
-    n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
-    first_q, first_k = np.arange(n_rows) * tiling.query_size, np.arange(n_columns) * tiling.key_size
-    keys = tiling.rule.bounds(first_q, np.minimum(first_q + tiling.query_size, n_queries))
-    queries = tiling.rule.bounds(first_k, first_k + tiling.key_size, of_keys=True)
-    stop, start = np.full(n_rows, n_columns), np.zeros(n_columns, int)
-    if keys.end is not None:
-        stop = np.minimum(-(-keys.end // tiling.key_size), n_columns)
-    if queries.first is not None:
-        start = np.minimum(queries.first // tiling.query_size, n_rows)
-    ranges = (np.zeros(n_rows), stop), (start, np.full(n_columns, n_rows))
+    layout = FullLayout(n_queries, n_keys, tiling.causal, 0.0, exclude_self=tiling.exclude_self)
+    sizes = tiling.query_size, tiling.key_size
+    # The first blocks of keys that each block of queries sees; the last blocks that see each.
+    seen, seeing = layout.rows(*sizes).count, layout.columns(*sizes).count
+    end = np.full_like(seeing, len(seen))
+    ranges = (np.zeros_like(seen), seen), (end - seeing, end)
     return TilePlan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
 
 

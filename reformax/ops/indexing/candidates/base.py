@@ -1,4 +1,4 @@
-"""What a way to find candidates defines, `Candidates`, and what it reads.
+"""The base class of ways to find candidates, and the arrays that they read.
 
 Letters besides those of `reformax.ops.base`: J index heads of size D, Q queries of a chunk, M
 candidates of a query, C blocks, or positions of a cache.
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.ops.calls.options import Options, options
 from reformax.ops.indexing.scores import IndexQueries, Score
 from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
 
 
 class IndexedKeys(NamedTuple):
@@ -31,6 +32,11 @@ class IndexedKeys(NamedTuple):
     def ids(self) -> Int[Array, "B S"]:
         """The segments."""
         return ids_or_ones(self.segment_ids, self.keys)
+
+    @property
+    def token_keys(self) -> Float[Array, "B S D"]:
+        """The keys with zeros at padding, which may be NaN: sums multiply hidden keys by 0."""
+        return tokens_only(self.keys, self.ids)
 
 
 class QueryChunk(NamedTuple):
@@ -102,7 +108,7 @@ class Candidates(Options):
         raise NotImplementedError
 
     def in_order(self, found: Int[Array, "B Q M"]) -> Int[Array, "B Q M"]:
-        """What `of`, `of_all` or `of_newest` found, in order and each position once."""
+        """Sorts the positions that `of`, `of_all` or `of_newest` found, each once."""
         return without_repeats(found) if self.repeats else found
 
 

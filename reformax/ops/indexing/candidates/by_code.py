@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.hashing.sorting import padding_last, sort_by_bucket
 from reformax.ops.indexing.candidates.base import IndexedKeys, QueryChunk
-from reformax.ops.masking.visibility import CAUSAL, Side, is_token
+from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.best import best_of
 
 
@@ -32,13 +32,8 @@ class SortedKeys(NamedTuple):
 def sorted_by_code(codes: Int[Array, "B 1 R S"], n_codes: int, x: IndexedKeys) -> SortedKeys:
     """Sorts the keys by their codes, which are from 0 to `n_codes - 1`."""
     order = sort_by_bucket(codes, n_codes, x.segment_ids, 0).query_positions[:, 0]
-    ids = jnp.broadcast_to(_in_order(x.ids)[:, None], order.shape)
+    ids = jnp.broadcast_to(padding_last(x.ids)[:, None], order.shape)
     return SortedKeys(order, *(jnp.take_along_axis(y, order, axis=-1) for y in (codes[:, 0], ids)))
-
-
-def _in_order(ids: Int[Array, "*d"]) -> Int[Array, "*d"]:
-    """The numbers by which segments are sorted."""
-    return jnp.where(is_token(ids), ids, jnp.iinfo(jnp.int32).max)
 
 
 def nearest_of_code(
@@ -104,4 +99,4 @@ def _sorted_before(
     by_hash = jax.vmap(count, in_axes=(0, 0, 0, None, 0))
     by_head = jax.vmap(by_hash, in_axes=(None, None, None, None, 0))
     sorted_keys = prepared.ids, prepared.codes, prepared.order
-    return jax.vmap(by_head)(*sorted_keys, _in_order(queries.ids), codes)
+    return jax.vmap(by_head)(*sorted_keys, padding_last(queries.ids), codes)

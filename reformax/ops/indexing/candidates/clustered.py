@@ -21,7 +21,6 @@ from reformax.ops.indexing.candidates.by_code import (
 )
 from reformax.ops.indexing.scores import scores
 from reformax.ops.masking.contiguous import ends_of_segment
-from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
 from reformax.ops.numerics.best import best_of
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
@@ -56,7 +55,6 @@ class Clustered(Candidates):
     def _codes(self, x: IndexedKeys) -> Int[Array, "B S"]:
         """The number of each key's centre."""
         length, (centres, of_centre) = x.keys.shape[1], self._centres(x)
-        keys = tokens_only(x.keys[:, :, None], x.ids)[:, :, 0]
         firsts = ends_of_segment(x.ids)[0] // self.stride
 
         def nearest(keys, position, ids, first):
@@ -65,7 +63,7 @@ class Clustered(Candidates):
             return jnp.where(found < 0, first, found)
 
         n_seen = 3 * centres.shape[1]
-        arrays = keys, jnp.arange(length, dtype=jnp.int32)[None], x.ids, firsts
+        arrays = x.token_keys, jnp.arange(length, dtype=jnp.int32)[None], x.ids, firsts
         return join_chunks(by_chunks(nearest, n_seen, *arrays), length)
 
     def _rule(self, x: IndexedKeys) -> Visibility:
@@ -73,7 +71,7 @@ class Clustered(Candidates):
         return Visibility(x.causal)
 
     def _centres(self, x: IndexedKeys) -> tuple[Float[Array, "B C D"], Side]:
-        centres = tokens_only(x.keys[:, :, None], x.ids)[:, :: self.stride, 0]
+        centres = x.token_keys[:, :: self.stride]
         position = jnp.arange(centres.shape[1], dtype=jnp.int32) * self.stride
         return centres, Side(position[None, None], x.ids[:, None, :: self.stride])
 

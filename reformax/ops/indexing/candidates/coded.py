@@ -20,8 +20,7 @@ from reformax.ops.indexing.learning import divergence
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, scores
 from reformax.ops.indexing.streaming import best_keys
-from reformax.ops.masking.padding import tokens_only
-from reformax.ops.masking.visibility import CAUSAL, Side, Visibility, is_token
+from reformax.ops.masking.visibility import CAUSAL, Side, Visibility
 from reformax.ops.numerics.best import best_of
 from reformax.ops.softmax.online import masked_softmax
 
@@ -65,7 +64,7 @@ class Coded(Candidates):
         return IndexQueries(self.codes(x, index.searched(x.score)), weights)
 
     def prepare(self, x: IndexedKeys) -> Float[Array, "B S bits"]:
-        return self.codes(x, tokens_only(x.keys[:, :, None], x.ids)[:, :, 0])
+        return self.codes(x, x.token_keys)
 
     def n_numbers(self, x: IndexedKeys, n_searched: int, n_each: int) -> int:
         return n_searched * self.n_bits + min(self.n_best, x.keys.shape[1]) * n_each
@@ -85,11 +84,10 @@ class Coded(Candidates):
         return kernel.choose_positions(n_best, x.causal, interpret, *arrays, dtype="bfloat16")
 
     def losses(self, x: IndexedKeys, queries: QueryChunk) -> Float[Array, "B Q"]:
-        index, keys = lax.stop_gradient((queries.index, x.keys))
+        index, keys = lax.stop_gradient((queries.index, x.token_keys))
         position = jnp.arange(x.keys.shape[1], dtype=jnp.int32)[None, None]
         query = Side(queries.position[..., None], queries.ids[..., None])
         mask = Visibility(x.causal).sees(query, Side(position, x.ids[:, None]))
-        keys = jnp.where(is_token(x.ids)[..., None], keys, 0)
         n_heads, size = index.queries.shape[2:]
         scale = x.params["scale"].astype(keys.dtype) / (self.n_bits * math.sqrt(n_heads))
         of_codes = scores(x.score, self._of_queries(x, index), self.codes(x, keys))
@@ -97,7 +95,7 @@ class Coded(Candidates):
         return divergence(scale * of_codes, masked_softmax(exact, mask), mask)
 
     def start(self, x: IndexedKeys) -> Int[Array, "B C bits"]:
-        return self._held(x, jnp.where(is_token(x.ids)[..., None], x.keys, 0))
+        return self._held(x, x.token_keys)
 
     def _held(self, x: IndexedKeys, keys: Float[Array, "B T D"]) -> Int[Array, "B T bits"]:
         return self.codes(x, keys).astype(jnp.int8)

@@ -24,8 +24,6 @@ from reformax.ops.indexing.candidates.by_code import (
     newest_of_code,
     sorted_by_code,
 )
-from reformax.ops.masking.padding import tokens_only
-from reformax.ops.masking.visibility import is_token
 
 
 @options
@@ -75,7 +73,7 @@ class Hashed(Candidates):
 
     def prepare(self, x: IndexedKeys) -> HashedKeys:
         rotations = self.rotations(x)
-        keys = tokens_only(x.keys[:, :, None], x.ids)  # sums multiply other segments by 0
+        keys = x.token_keys[:, :, None]
         if self.centre:
             keys = centred(keys, x.segment_ids, x.causal)
         codes = self.codes(rotations, x, keys)
@@ -93,7 +91,7 @@ class Hashed(Candidates):
 
     def start(self, x: IndexedKeys) -> HashedState:
         rotations = self.rotations(x)
-        keys = jnp.where(is_token(x.ids)[..., None], x.keys, 0)
+        keys = x.token_keys
         hashed = keys[:, :, None]
         if self.centre:
             hashed = centred(hashed, None, causal=True)

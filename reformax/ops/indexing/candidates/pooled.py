@@ -22,7 +22,7 @@ from reformax.ops.indexing.candidates.base import (
 )
 from reformax.ops.indexing.scores import gathered, scores, scores_of_gathered
 from reformax.ops.masking.contiguous import ends_of_segment
-from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility, is_token
+from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side, Visibility
 from reformax.ops.numerics.best import best_of, taken
 from reformax.ops.numerics.query_chunks import in_blocks, positions_in
 
@@ -115,8 +115,7 @@ class Pooled(Candidates):
 
     def start(self, x: IndexedKeys) -> Float[Array, "B C D"]:
         """The sum of the keys of each of the smallest blocks."""
-        keys = jnp.where(is_token(x.ids)[..., None], x.keys, 0)
-        return in_blocks(keys, self.block_sizes[-1]).sum(axis=2)
+        return in_blocks(x.token_keys, self.block_sizes[-1]).sum(axis=2)
 
     def advance(self, state, x: IndexedKeys, key, position) -> Float[Array, "B C D"]:
         row = jnp.arange(state.shape[0])

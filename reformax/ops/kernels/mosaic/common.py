@@ -1,4 +1,4 @@
-"""What kernels in Pallas for Mosaic GPU share, and how JAX's versions and its interpreter differ.
+"""Functions of kernels in Pallas for Mosaic GPU, for JAX's versions and for its interpreter.
 
 A *warpgroup* is 128 threads that compute tiles of 64 rows. Its products (wgmma) read the right side
 from shared memory, where rows lie in a pattern without conflicts, and the left side from there or

@@ -21,7 +21,6 @@ Letters as in `reformax.ops.base`; P is the number of parts of cut rows, L the p
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,10 +35,8 @@ from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.block_programs import BlockProgram, BlockTiles, BlockWork
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    in_logits,
     launch,
     power_of_two,
-    query_rows,
     softmax_shapes,
 )
 from reformax.ops.softmax import block_lists
@@ -69,8 +66,7 @@ def _forward_kernel(
     else:
         divisor = jnp.where(program.part.buffer_index < 0, divisor, 1.0)
     program.put_part(out.acc, buffer.acc, queries, acc * (1.0 / divisor)[:, None])
-    row_max = in_logits(row_max, x.q.shape[3])
-    program.put_statistics(out.row_max, buffer.row_max, queries, row_max)
+    program.put_statistics(out.row_max, buffer.row_max, queries, row_max * program.scale)
     program.put_statistics(out.row_sum, buffer.row_sum, queries, row_sum)
 
 
@@ -80,7 +76,7 @@ def _queries_kernel(
     program = program.located(x, work, row)
     queries = program.queries(program.part.tile)
     sums = flash.d_queries(program, queries, program.rows(x.q, queries))
-    program.put_part(dq, buffer, queries, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_part(dq, buffer, queries, sums * program.scale)
 
 
 def _keys_kernel(
@@ -90,7 +86,7 @@ def _keys_kernel(
     keys = program.keys(program.part.tile)
     dk, dv = flash.d_keys(program, keys)
     dk_buffer, dv_buffer = (None, None) if buffer is None else buffer
-    program.put_part(gradients[0], dk_buffer, keys, dk * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_part(gradients[0], dk_buffer, keys, dk * program.scale)
     program.put_part(gradients[1], dv_buffer, keys, dv)
 
 
@@ -272,7 +268,7 @@ def backward(
       layout, x: as in `forward`, whose `results` follow.
       tiles: the tiles of the kernels of queries and of keys; None: chosen by the sizes.
     """
-    row = query_rows(d_out, results, x.query_segment_ids)
+    row = QueryRows.of(d_out, results, x.query_segment_ids)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

@@ -28,7 +28,7 @@ from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 
 
 class ChoiceLearner(NamedTuple):
-    """What learns a choice."""
+    """The indexer's arrays by whose gradient a choice is learnt."""
 
     index: IndexerArrays  # the indexer's vectors
     factor: Float[Array, ""]  # of the sum of its divergence over queries
@@ -124,7 +124,7 @@ def _backward(sizes, by_list, interpret, residuals, d_out):
 
 
 def _of_key_heads(d: Float[Array, "B T _ H"], x: Float[Array, "B T G H"]) -> Array:
-    """The gradients of key heads, of those of a head for each query head or of themselves."""
+    """The gradients of the key heads of `x`: `d`, or its sums where it has all query heads."""
     if d.shape == x.shape:
         return d
     d = d.reshape(*x.shape[:3], -1, x.shape[3])

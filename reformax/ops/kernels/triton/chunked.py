@@ -21,7 +21,6 @@ Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs o
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,9 +35,7 @@ from reformax.ops.kernels.triton.chunk_programs import ChunkInputs, ChunkProgram
 from reformax.ops.kernels.triton.common import (
     LOWEST,
     QueryRows,
-    in_logits,
     launch,
-    query_rows,
     softmax_shapes,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
@@ -47,7 +44,7 @@ from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.normalization import EPSILON, length_normalize
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax, nonzero
-from reformax.ops.softmax.orders import Chunking, UnsortedInputs
+from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 
 
 class ChunkGradients(NamedTuple):
@@ -71,7 +68,7 @@ def _forward_kernel(
         state = Softmax(acc, row_max, program.numbers(before.row_sum, queries, 0.0))
     acc, row_max, row_sum = flash.forward(program, queries, state)
     if program.is_last:
-        row_max = in_logits(row_max, x.q.shape[3])
+        row_max = row_max * program.scale
         inverse_sum = 1.0 / nonzero(row_sum)
         if x.count is not None:  # padding sees what tokens see
             inverse_sum = jnp.where(is_token(queries.segment), inverse_sum, 0.0)
@@ -96,7 +93,6 @@ def _backward_kernel(
     program = program.located(x, row)
     queries = program.queries()
     keys = queries if x.key_order is None else program.keys()
-    scale = 1.0 / math.sqrt(x.q.shape[3])
 
     dk, dv = flash.d_keys(program, keys)
     if program.chunks.sees_itself and program.is_last:
@@ -106,7 +102,7 @@ def _backward_kernel(
         dv = dv + program.rows(before.v, keys)
     program.put_rows(after.v, keys, dv)
     if not program.chunks.shared_qk:
-        dk = dk * scale
+        dk = dk * program.scale
         if before is not None:
             dk = dk + program.rows(before.k, keys)
         program.put_rows(after.k, keys, dk)
@@ -114,7 +110,7 @@ def _backward_kernel(
     q, dq = program.tokens(x.q, queries), None
     if program.chunks.shared_qk:
         dq = _through_normalization(q, dk, x.q.shape[3])
-    dq = flash.d_queries(program, queries, q, dq) * scale
+    dq = flash.d_queries(program, queries, q, dq) * program.scale
     if before is not None:
         dq = dq + program.rows(before.q, queries)
     program.put_rows(after.q, queries, dq)
@@ -172,32 +168,40 @@ def _in_order(x: Array, order: Array | None) -> Array:
 def chunk_inputs(chunks: Chunking, x: UnsortedInputs) -> ChunkInputs:
     """The arrays that kernels of both passes read, sorted."""
     q, k, v, order, segment_ids, seed = x
-    packs = segment = key_order = key_packs = key_segment = count = first = None
+    packs = segment = first = positions = count = None
+    of_keys = None, None, None  # where keys have the queries' order
     if isinstance(segment_ids, TokensFirst):
         segment_ids, count = None, segment_ids.count
     two_orders = order is not None and chunks.two_orders
-    if chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
-        order = order.with_slots(chunks.two_orders)
-    if order is not None and order.first_slot is not None:
-        first = _first_slots(order.first_slot, order.query_positions)
-        if chunks.count_once and order.query_positions.shape[2] > 1:
-            by_position = order.query_slots, order.first_slot
-            pairs = zip(*(jnp.moveaxis(x, 2, 0)[:-1] for x in by_position), strict=True)
-            packs = jnp.stack([_in_order(x, order.query_positions) for p in pairs for x in p])
-    elif chunks.count_once and order is not None and order.query_positions.shape[2] > 1:
-        packs = _packs(chunks, order.query_slots // chunks.query_chunk_len, order.query_positions)
-        if two_orders:
-            key_packs = _packs(chunks, order.key_slots // chunks.chunk_len, order.key_positions)
-    if two_orders:
-        key_order = order.key_positions
-    order = None if order is None else order.query_positions
+    if order is not None:
+        once = chunks.count_once and order.query_positions.shape[2] > 1
+        order = order.with_slots(chunks.two_orders) if once else order
+        positions = order.query_positions
+        if order.first_slot is not None:
+            first = _first_slots(order.first_slot, positions)
+        packs, key_packs = _earlier_hashes(chunks, order) if once else (None, None)
     if segment_ids is not None:
         of_query, of_key = (x[:, None] for x in segment_pair(segment_ids))
-        segment = _in_order(of_query, order)
-        key_segment = _in_order(of_key, key_order) if two_orders else None
+        segment = _in_order(of_query, positions)
+    if two_orders:
+        key_segment = None if segment_ids is None else _in_order(of_key, order.key_positions)
+        of_keys = order.key_positions, key_packs, key_segment
     k = length_normalize(q) if k is None else k
-    of_keys = key_order, key_packs, key_segment
-    return ChunkInputs(q, k, v, order, packs, segment, seed, *of_keys, count, first)
+    return ChunkInputs(q, k, v, positions, packs, segment, seed, *of_keys, count, first)
+
+
+def _earlier_hashes(
+    chunks: Chunking, order: Order
+) -> tuple[Int[Array, "W B N R Tp"], Int[Array, "W B N R Tp"] | None]:
+    """`ChunkInputs.packs` and `key_packs`, by which a key that an earlier hash shows is hidden."""
+    if order.first_slot is not None:
+        by_hash = (jnp.moveaxis(x, 2, 0)[:-1] for x in (order.query_slots, order.first_slot))
+        slots = (x for pair in zip(*by_hash, strict=True) for x in pair)
+        return jnp.stack([_in_order(x, order.query_positions) for x in slots]), None
+    packs = _packs(chunks, order.query_slots // chunks.query_chunk_len, order.query_positions)
+    if not chunks.two_orders:
+        return packs, None
+    return packs, _packs(chunks, order.key_slots // chunks.chunk_len, order.key_positions)
 
 
 def _first_slots(first: Int[Array, "B N R _"], order: Int[Array, "B N R Tp"]) -> Array:
@@ -251,7 +255,7 @@ def backward(
     inputs, ids = chunk_inputs(chunks, x), x.segment_ids
     ids = ids.segment_ids if isinstance(ids, TokensFirst) else segment_pair(ids)[0]
     ids = None if ids is None else ids[:, : x.q.shape[1]]
-    row = query_rows(d_out, results, ids)
+    row = QueryRows.of(d_out, results, ids)
     dot, row_max = (_in_order(y, inputs.order) for y in (row.dot, row.row_max))
     inverse_sum = None if row.inverse_sum is None else _in_order(row.inverse_sum, inputs.order)
     row = QueryRows(row.d_out, dot, row_max, results[2], inverse_sum)

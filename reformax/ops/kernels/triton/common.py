@@ -1,4 +1,4 @@
-"""What all kernels share: reads and writes of tiles, products, the online softmax, launches.
+"""Functions of all kernels: reads and writes of tiles, products, the online softmax, launches.
 
 A *tile* is an array that a program holds on the chip. Its sides are powers of two. A *block* is
 several positions, a NamedTuple of arrays. `column` and `line` make it one of a tile's two sides.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def column(block: T) -> T:
 
 
 def line(block: T) -> T:
-    """The same as the other side, `[1, L]`."""
+    """A block, or any such tree, as the other side of a tile, `[1, L]`."""
     return jax.tree.map(lambda x: x[None, :] if jnp.ndim(x) else x, block)
 
 
@@ -180,7 +180,7 @@ def statistics_step(
     """Adds a tile of keys to the maximum and the sum of its rows.
 
     Within a kernel, maxima are those of the unscaled products: one multiply-add in the exponent
-    applies the scale and the base. A kernel stores `in_logits` of them.
+    applies the scale and the base. A kernel stores the largest logits: maxima times 1 / sqrt(H).
 
     Returns:
       The maximum and the sum, the tile's weights, and the factor of earlier weights.
@@ -189,11 +189,6 @@ def statistics_step(
     weights = jnp.exp2(logits * scale - (new_max * scale)[:, None])
     decay = jnp.exp2((row_max - new_max) * scale)
     return new_max, row_sum * decay + jnp.sum(weights, axis=1), weights, decay
-
-
-def in_logits(row_max: Float[Array, " I"], size: int) -> Float[Array, " I"]:
-    """The largest logit of each row, by the largest unscaled product, for heads of `size`."""
-    return row_max * (1.0 / math.sqrt(size))
 
 
 def softmax_shapes(q: Float[Array, "B T N H"], v: Float[Array, "B S G V"]) -> Softmax:
@@ -217,27 +212,25 @@ class QueryRows(NamedTuple):
     row_sum: Array | None  # the sum of the row's softmax; None where no kernel reads it
     inverse_sum: Array | None  # 1 / `row_sum`; None where `d_out` is already divided by the sum
 
+    @classmethod
+    def of(cls, d_out: Float[Array, "B T N V"], results: Results, ids: Array | None) -> Self:
+        """Makes them from the gradient of the output and the results of the forward pass.
 
-def query_rows(
-    d_out: Float[Array, "B T N V"], results: Results, ids: Int[Array, "B T"] | None
-) -> QueryRows:
-    """Makes `QueryRows` from the gradient of the output and the results of the forward pass.
+        With the segments `ids [B, T]`, the gradient is zeros at padding.
 
-    With the segments `ids`, the gradient is zeros at padding.
+        Dividing `d_out` by the sum of the softmax saves the division of the weights. Float16 may
+        not hold the quotient: kernels then multiply the weights by `inverse_sum`.
 
-    Dividing `d_out` by the sum of the softmax saves the division of the weights. Float16 may not
-    hold the quotient: kernels then multiply the weights by `inverse_sum`.
-
-    `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
-    """
-    out, row_max, row_sum = results
-    inverse_sum = 1.0 / nonzero(row_sum)
-    dtype, d_out = out.dtype, d_out.astype(jnp.float32)
-    d_out = d_out if ids is None else tokens_only(d_out, ids)
-    if dtype != jnp.float16:
-        d_out, inverse_sum = d_out * jnp.swapaxes(inverse_sum, 1, 2)[..., None], None
-    dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
-    return QueryRows(d_out.astype(dtype), dot, row_max, None, inverse_sum)
+        `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
+        """
+        out, row_max, row_sum = results
+        inverse_sum = 1.0 / nonzero(row_sum)
+        dtype, d_out = out.dtype, d_out.astype(jnp.float32)
+        d_out = d_out if ids is None else tokens_only(d_out, ids)
+        if dtype != jnp.float16:
+            d_out, inverse_sum = d_out * jnp.swapaxes(inverse_sum, 1, 2)[..., None], None
+        dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
+        return cls(d_out.astype(dtype), dot, row_max, None, inverse_sum)
 
 
 def recompute_weights(
@@ -263,6 +256,11 @@ def tile_dropout_mask(
     if seed is None:
         return 1.0
     return dropout.dropout_mask(tuple(seed[i] for i in range(6)), rate, batch, head, query, key)
+
+
+def name_of(kernel: Callable[..., None]) -> str:
+    """The name of a kernel, such as "forward" of the function `_forward_kernel`."""
+    return getattr(kernel, "func", kernel).__name__.strip("_").removesuffix("_kernel")
 
 
 def launch(

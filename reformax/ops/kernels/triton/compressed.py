@@ -61,7 +61,7 @@ def summary_sizes(
 def block_sizes(
     block_size: int, n_chosen: int, rows: int, by_block: bool, **common: Any
 ) -> tuple[listed.ListedSizes, nsa.NsaSizes | listed.ListedSizes]:
-    """Those of the parts of a query's own block, by a list of positions, and of chosen blocks."""
+    """The static settings of a query's own block, a list of positions, and of chosen blocks."""
     own = listed.ListedSizes(**common)
     if not by_block:  # a list of their positions too
         return own, own

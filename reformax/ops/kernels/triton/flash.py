@@ -33,7 +33,6 @@ from reformax.ops.kernels.triton.common import (
     column,
     empty_softmax,
     hide,
-    in_logits,
     line,
     load,
     matmul,
@@ -75,6 +74,14 @@ class Program:
         """The factor between a kernel's logits, which are unscaled products, and those outside."""
         return math.sqrt(self.x.q.shape[3])
 
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(H), the factor that unscaled products and sums of `d_queries` and `d_keys` lack.
+
+        A kernel stores the maxima and gradients of rows with it.
+        """
+        return 1.0 / self.unit
+
     def over_keys(self, queries: Block, body: Callable[[Block, Carry], Carry], carry: Carry):
         """`carry = body(keys, carry)` over the blocks of keys that the program's queries see."""
         raise NotImplementedError
@@ -88,7 +95,7 @@ class Program:
         raise NotImplementedError
 
     def dropped(self, queries: Block, keys: Block) -> Float[Array, "I J"] | float:
-        """The dropout mask of the weights, likewise."""
+        """The dropout mask of the weights, or its transpose; 1 without dropout."""
         raise NotImplementedError
 
     def address(
@@ -112,7 +119,7 @@ class Program:
         return load(view, mask, 0.0)
 
     def tokens(self, ref: Any, block: Block) -> Float[Array, "L H"]:
-        """The same with zeros at padding too, for products whose weights may be 0 there.
+        """`rows` with zeros at padding too, for products whose weights may be 0 there.
 
         Padding may be NaN, and 0 times NaN is NaN.
         """
@@ -143,7 +150,7 @@ class Program:
     def put_softmax(self, out: Softmax, queries: Block, state: Softmax) -> None:
         """Writes the values of a finished softmax, and each row's largest logit and sum."""
         self.put_rows(out.acc, queries, state.acc / nonzero(state.row_sum)[:, None])
-        self.put_numbers(out.row_max, queries, in_logits(state.row_max, self.x.q.shape[3]))
+        self.put_numbers(out.row_max, queries, state.row_max * self.scale)
         self.put_numbers(out.row_sum, queries, state.row_sum)
 
     def statistics(self, ref: Any, queries: Block) -> Float[Array, " L"]:

@@ -35,6 +35,7 @@ from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.best import with_nan_highest
 from reformax.ops.numerics.precision import IndexDtype
+from reformax.ops.numerics.query_chunks import join_chunks
 
 # Queries and keys of a tile.
 ROWS, COLUMNS, WARPS = 128, 64, 8
@@ -294,8 +295,7 @@ def choose_positions(
         rows = RowRule(n_keys * span, n_keys, **rule)  # those of no query are hidden
         return top_k(n_best, interpret, scores, rows, first + start)
 
-    found = jnp.moveaxis(lax.map(some_queries, starts), 0, 1)
-    return found.reshape(n_batch, -1, n_best)[:, :length]
+    return join_chunks(lax.map(some_queries, starts), length)
 
 
 def n_stages_for(*rows: Array) -> int:

@@ -48,6 +48,7 @@ from reformax.ops.kernels.triton.common import (
     line,
     load,
     matmul,
+    name_of,
     power_of_two,
     recompute_weights,
     tile_bits,
@@ -72,6 +73,7 @@ from reformax.ops.kernels.triton.indexer_gradient_lists import (
     lists_kernel,
 )
 from reformax.ops.masking.visibility import Side
+from reformax.ops.numerics.query_chunks import join_chunks
 from reformax.ops.softmax.online import nonzero
 
 # Lists are read where they cost less than tiles. A listed key of a key head costs about as much as
@@ -302,9 +304,7 @@ def indexer_gradient(
 
     d_keys = jnp.zeros((n_batch, n_keys, 1, size), jnp.float32)
     d_keys, of_queries = lax.scan(of_chunk, d_keys, starts)
-    d_queries, d_weights = (
-        jnp.moveaxis(d, 0, 1).reshape(n_batch, -1, *d.shape[3:])[:, :length] for d in of_queries
-    )
+    d_queries, d_weights = (join_chunks(d, length) for d in of_queries)
     return IndexerArrays(d_queries, d_weights, d_keys[:, :, 0])
 
 
@@ -354,5 +354,5 @@ def _launch(interpret, rule, n_stages, kernel, inputs, shapes, grid, n_warps=4):
         num_warps=n_warps,
         num_stages=n_stages,
         interpret=interpret,
-        name=f"dsa_{getattr(kernel, 'func', kernel).__name__.strip('_').removesuffix('_kernel')}",
+        name=f"dsa_{name_of(kernel)}",
     )

@@ -29,6 +29,7 @@ from reformax.ops.kernels.triton.common import (
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import COLUMNS, ROWS, IndexerInputs, IndexerProgram
+from reformax.ops.kernels.triton.listed import put_contributions
 from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.online import nonzero
@@ -244,14 +245,6 @@ def _clear_row(difference, batch, row, end) -> None:
     lax.fori_loop(jnp.int32(0), lax.div(end + (ZEROS - 1), jnp.int32(ZEROS)), clear, None)
 
 
-def _put_contributions(ref, batch, row, keys: _ListedKeys, found: Float[Array, "C D"]) -> None:
-    """Writes what a tile of the list adds to the gradients of its keys."""
-    column = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
-    mask = keys.exists[:, None] & (column < ref.shape[4])
-    view = ref.at[batch, 0, row, keys.slot[:, None], column]
-    pltriton.store(view, found.astype(ref.dtype), mask=mask)
-
-
 def lists_kernel(
     inputs: ListInputs, out: GradientOutputs, *, rule: KeyRule, barrier: Callable[[], None]
 ) -> None:
@@ -286,7 +279,8 @@ def lists_kernel(
         active = jnp.where(keys.products > 0, slope[None, :], 0.0)
         if out.difference is None:
             weighted = (active * (heads[1] * scale)[:, None]).T.astype(keys.rows.dtype)
-            _put_contributions(out.contributions, batch, row, keys, matmul(weighted, heads[0]))
+            at = batch, 0, row
+            put_contributions(out.contributions, at, keys, matmul(weighted, heads[0]))
         else:
             position = jnp.where(keys.visible, keys.number, out.difference.shape[2])
             view = out.difference.at[batch, row, position]

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +53,8 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     load,
+    name_of,
     power_of_two,
-    query_rows,
     softmax_shapes,
 )
 from reformax.ops.kernels.triton.group_rows import GroupInputs, GroupProgram, GroupRows
@@ -144,7 +143,7 @@ class ListedKeys(NamedTuple):
 
 
 class Contributions(NamedTuple):
-    """What each pair of a query and a key of its list adds to the gradients."""
+    """The gradients of keys and values by each pair of a query and a key of its list."""
 
     k: Any  # [B, G P, C, K, H]
     v: Any  # [B, G P, C, K, V]
@@ -195,12 +194,20 @@ class ListedProgram(GroupProgram):
         side = Side(keys.key, keys.ids, keys.exists, last)
         return self.sizes.rule.sees(Side(rows.position, rows.ids, rows.exists), side)
 
-    def put_contribution(self, ref, keys: ListedKeys, value: Float[Array, "J H"]) -> None:
-        """Writes the tile's rows of `[B, G P, C, K, H]`."""
-        column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        view = ref.at[self.batch, self.head, self.index, keys.slot[:, None], column]
-        mask = keys.exists[:, None] & (column < ref.shape[4])
-        pltriton.store(view, value.astype(ref.dtype), mask=mask)
+
+def put_contributions(
+    ref: Any, at: tuple[Any, Any, Any], keys: Any, value: Float[Array, "J H"]
+) -> None:
+    """Writes what a query adds to the gradients of a tile of its list, rows of `[B, P, C, K, H]`.
+
+    Args:
+      at: the sequence, the program and the query.
+      keys: the tile, with the `slot` of each key in the list, and whether it `exists`.
+    """
+    column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+    view = ref.at[(*at, keys.slot[:, None], column)]
+    mask = keys.exists[:, None] & (column < ref.shape[4])
+    pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
 
 def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
@@ -212,14 +219,14 @@ def _forward_kernel(x: GroupInputs, out: Softmax, *, sizes):
 def _gradients_kernel(x: GroupInputs, row: QueryRows, _, dq, out: Contributions, *, sizes):
     """The gradient of a query, and what it adds to those of the keys of its list."""
     program = ListedProgram.located(sizes, x, row)
-    rows, scale = program.queries(), 1.0 / math.sqrt(x.q.shape[3])
+    rows, at = program.queries(), (program.batch, program.head, program.index)
 
     def put(keys: ListedKeys, dk, dv):
-        program.put_contribution(out.k, keys, dk * scale)
-        program.put_contribution(out.v, keys, dv)
+        put_contributions(out.k, at, keys, dk * program.scale)
+        put_contributions(out.v, at, keys, dv)
 
     sums = flash.d_queries(program, rows, program.rows(x.q, rows), put_keys=put)
-    program.put_rows(dq, rows, sums * scale)
+    program.put_rows(dq, rows, sums * program.scale)
 
 
 def _sums_kernel(pair, bounds, x: Sequence[Array], before, after, *, n_programs):
@@ -267,7 +274,7 @@ def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None)
         num_warps=_warps(x, kernel is _gradients_kernel),
         num_stages=2,
         interpret=interpret,
-        name=f"listed{kernel.__name__.removesuffix('_kernel')}",
+        name=f"listed_{name_of(kernel)}",
         aliases=aliases,
     )
 
@@ -291,7 +298,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G V"]]:
     """The gradients of q, k and v."""
     (q, k, v), (n_batch, length, n_listed) = x[:3], x.chosen.shape
-    row = query_rows(d_out, results, x.ids)
+    row = QueryRows.of(d_out, results, x.ids)
     n_heads = k.shape[2] * _n_programs(x)
     n_bytes = n_heads * (k.shape[3] + v.shape[3]) * q.dtype.itemsize
     n_chunks = -(-length // n_in_chunk(n_batch, n_listed, k.shape[1], n_bytes))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -31,10 +30,9 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.ops.kernels.triton import flash
 from reformax.ops.kernels.triton.common import (
     QueryRows,
-    in_logits,
     launch,
     load,
-    query_rows,
+    name_of,
     tile_dropout_mask,
     view_rows,
 )
@@ -193,7 +191,7 @@ def _forward_kernel(x: MobaInputs, out: Softmax, *, sizes):
     # Array operations merge a query's blocks, so the softmax is not divided by its sum.
     state = flash.forward(program, queries)
     program.put(out.acc, pair, state.acc)
-    program.put_sums(out.row_max, pair, in_logits(state.row_max, x.q.shape[3]))
+    program.put_sums(out.row_max, pair, state.row_max * program.scale)
     program.put_sums(out.row_sum, pair, state.row_sum)
 
 
@@ -201,14 +199,14 @@ def _queries_kernel(x: MobaInputs, row: QueryRows, dq, *, sizes):
     program = MobaProgram.of_queries(sizes, x, row)
     pair, queries = program.queries(pl.program_id(0))
     sums = flash.d_queries(program, queries, program.rows(x.q, queries))
-    program.put(dq, pair, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put(dq, pair, sums * program.scale)
 
 
 def _keys_kernel(x: MobaInputs, row: QueryRows, gradients, *, sizes):
     program = MobaProgram.of_keys(sizes, x, row)
     keys = program.keys(lax.rem(pl.program_id(0), jnp.int32(sizes.n_tiles)))
     dk, dv = flash.d_keys(program, keys)
-    for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
+    for ref, value in zip(gradients, (dk * program.scale, dv), strict=True):
         rows = keys.position, program.head, value.shape[1], keys.exists
         view, mask = view_rows(ref, program.batch, *rows)
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
@@ -224,7 +222,7 @@ def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
         num_warps=4,
         num_stages=2,
         interpret=interpret,
-        name="moba" + kernel.__name__.removesuffix("_kernel"),
+        name=f"moba_{name_of(kernel)}",
     )
 
 
@@ -246,7 +244,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v."""
     (q, k, v), exists, x = x[:3], x.exists, x._replace(exists=None)
-    row = query_rows(d_out, results, x.ids)
+    row = QueryRows.of(d_out, results, x.ids)
     shape = (*exists.shape[:2], q.shape[1] * sizes.n_seen, q.shape[3])
     shape = jax.ShapeDtypeStruct(shape, jnp.float32)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, x.block.shape[2])

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -39,8 +38,8 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
     load,
+    name_of,
     power_of_two,
-    query_rows,
     softmax_shapes,
     tile_bits,
 )
@@ -290,7 +289,7 @@ def _queries_kernel(x: GroupInputs, row: QueryRows, dq, *, sizes):
     program = NsaProgram.located(sizes, x, row)
     rows = program.queries(sizes.n_queries, program.index)
     sums = flash.d_queries(program, rows, program.rows(x.q, rows))
-    program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put_rows(dq, rows, sums * program.scale)
 
 
 def _keys_kernel(x: GroupInputs, row: QueryRows, gradients, *, sizes):
@@ -298,7 +297,7 @@ def _keys_kernel(x: GroupInputs, row: QueryRows, gradients, *, sizes):
     program, columns = NsaProgram.located(sizes, x, row).part_of_keys()
     dk, dv = flash.d_keys(program, columns)
     key = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
-    for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
+    for ref, value in zip(gradients, (dk * program.scale, dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
         view = ref.at[program.batch, program.head, program.index, key, number]
         mask = jnp.broadcast_to(number < ref.shape[4], value.shape)
@@ -333,7 +332,7 @@ def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_q
         num_warps=_warps(sizes, inputs[0].k.shape[3], of_queries),
         num_stages=STAGES,
         interpret=interpret,
-        name=f"nsa_{_branch(sizes)}{kernel.__name__[:-7]}",
+        name=f"nsa_{_branch(sizes)}_{name_of(kernel)}",
     )
 
 
@@ -367,7 +366,7 @@ def backward(
     sizes: NsaSizes, x: GroupInputs, results: Results, d_out, interpret: bool
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v."""
-    row = query_rows(d_out, results, x.ids)
+    row = QueryRows.of(d_out, results, x.ids)
     like = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
     n_programs = -(-x.q.shape[1] // sizes.n_queries)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)

@@ -36,6 +36,7 @@ from reformax.ops.kernels.triton.common import (
     launch,
     line,
     load,
+    name_of,
     power_of_two,
     statistics_step,
 )
@@ -43,6 +44,7 @@ from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.best import FIRST_BLOCK, OWN_BLOCK, PREVIOUS_BLOCK, with_nan_highest
 from reformax.ops.numerics.logits import Logits
+from reformax.ops.numerics.query_chunks import join_chunks
 from reformax.ops.softmax.online import nonzero
 
 # Summaries of a tile; pipeline stages by the number of parts of a number (`in_three`).
@@ -309,7 +311,7 @@ def select(
         kernel = functools.partial(_best_kernel, length=length)
         grid = n_rows, n_kv, n_batch
         warps = max(1, min(16, power_of_two(n_blocks) // BLOCKS_PER_WARP))
-        return run(kernel, (scores, first, start), best, grid, warps, "best")
+        return run(kernel, (scores, first, start), best, grid, warps)
 
     tile_bytes = 4 * len(sizes.multiplicity) * n_batch * n_kv * sizes.n_queries * n_blocks
     at_a_time = max(1, MAX_SCORE_BYTES // tile_bytes)
@@ -317,11 +319,10 @@ def select(
         return some_queries(None, n_tiles)[:, :, :length]
     starts = jnp.arange(0, n_tiles, at_a_time, dtype=jnp.int32) * sizes.n_queries
     best = lax.map(lambda start: some_queries(start[None], at_a_time), starts)
-    best = jnp.moveaxis(best, 0, 2)
-    return best.reshape(n_batch, n_kv, -1, sizes.n_best)[:, :, :length]
+    return join_chunks(best, length, axis=2)
 
 
-def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=None, name=None):
+def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=None):
     return launch(
         functools.partial(kernel, sizes=sizes),
         inputs,
@@ -330,5 +331,5 @@ def _launch(sizes, interpret, n_parts, kernel, inputs, shape, grid, num_warps=No
         num_warps=num_warps or WARPS,
         num_stages=STAGES[n_parts],
         interpret=interpret,
-        name=f"nsa_{name or kernel.__name__.strip('_').removesuffix('_kernel')}",
+        name=f"nsa_{name_of(kernel)}",
     )

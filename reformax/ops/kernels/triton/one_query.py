@@ -13,7 +13,7 @@ Letters as in `reformax.ops.decoding.cache`; I is the number of keys of a tile.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -53,64 +53,104 @@ class OneQueryInputs(NamedTuple):
     sinks: Float[Array, " N"] | None  # of `softmax.learned_sinks`
 
 
-def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits, count_once: bool):
-    row, head = pl.program_id(0), pl.program_id(1)
-    n_entries, n_heads = inputs.seen.shape[2], inputs.q.shape[1]
-    group_size = n_heads // inputs.keys.shape[1]
-    group, new = head // group_size, inputs.new
-    new_slot = None if new is None else load(new.slot.at[row], None)
+class _OneQuery(NamedTuple):
+    """A running program: the arrays that it reads, and its query."""
 
-    def vector(ref, *index, size: int):
-        """A view of vectors along a last axis of `size`, and the mask of its columns."""
-        column = jnp.arange(power_of_two(size), dtype=jnp.int32)
-        view = ref.at[(*index, column[None] if len(index) == 3 else column)]
-        return view, column < size
+    x: OneQueryInputs
+    row: Any
+    head: Any
+    key_head: Any
+    new_slot: Any  # the slot of the newest key; None: all keys are in the cache
 
-    size, d_v = inputs.q.shape[2], inputs.values.shape[3]
-    tile = TILE if max(size, d_v) <= 128 else TILE // 2
-    q = load(*vector(inputs.q, row, head, size=size), 0.0).astype(jnp.float32)
+    @classmethod
+    def located(cls, x: OneQueryInputs) -> Self:
+        row, head = pl.program_id(0), pl.program_id(1)
+        key_head = head // (x.q.shape[1] // x.keys.shape[1])
+        new_slot = None if x.new is None else load(x.new.slot.at[row], None)
+        return cls(x, row, head, key_head, new_slot)
 
-    def of_entry(ref, entry, exists, other):
-        first, second = (i if n > 1 else 0 for i, n in zip((row, head), ref.shape, strict=False))
+    @property
+    def tile(self) -> int:
+        """Keys of a tile."""
+        return TILE if max(self.x.keys.shape[3], self.x.values.shape[3]) <= 128 else TILE // 2
+
+    @property
+    def n_tiles(self) -> int:
+        return pl.cdiv(self.x.seen.shape[2], self.tile)
+
+    def entries(self, i) -> tuple[Array, Array, Array, Array]:
+        """A tile of the keys' entries: their numbers, whether they exist, slots, who is seen."""
+        x, entry = self.x, i * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
+        exists = entry < x.seen.shape[2]
+        slot = entry if x.index is None else self.numbers(x.index, entry, exists, 0)
+        return entry, exists, slot, self.numbers(x.seen, entry, exists, 0) > 0
+
+    def numbers(self, ref, entry, exists, other) -> Array:
+        """Numbers of `[B or 1, N or 1, K]`."""
+        at = zip((self.row, self.head), ref.shape, strict=False)
+        first, second = (i if n > 1 else 0 for i, n in at)
         return load(ref.at[first, second, entry], exists, other)
 
-    def rows(ref, new_ref, slot, exists, size):
-        view, inside = vector(ref, row, group, slot[:, None], size=size)
+    def rows(self, ref, new_ref, slot, exists) -> Float[Array, "I H"]:
+        """Keys or values of the cache, with the newest one."""
+        column, inside = _columns(ref)
+        view = ref.at[self.row, self.key_head, slot[:, None], column[None]]
         if new_ref is None:
             return load(view, exists[:, None] & inside[None], 0.0)
-        is_new = slot == new_slot
-        out_row = load(view, (exists & ~is_new)[:, None] & inside[None], 0.0)
-        new_row = load(*vector(new_ref, row, group, size=size), 0.0)
-        return jnp.where(is_new[:, None], new_row[None], out_row)
+        is_new = slot == self.new_slot
+        old_rows = load(view, (exists & ~is_new)[:, None] & inside[None], 0.0)
+        new_row = load(*_vector(new_ref, self.row, self.key_head), 0.0)
+        return jnp.where(is_new[:, None], new_row[None], old_rows)
 
-    def entries(i):
-        entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
-        exists = entry < n_entries
-        slot = entry if inputs.index is None else of_entry(inputs.index, entry, exists, 0)
-        return entry, exists, slot, of_entry(inputs.seen, entry, exists, 0) > 0
-
-    def seen_before(i, entry, slot):
+    def seen_before(self, i, entry, slot) -> Bool[Array, " I"]:
         """Whether an entry before each one is seen and has its slot."""
 
         def among(j, found):
-            other, _, slots, seen = entries(j)
+            other, _, slots, seen = self.entries(j)
             same = (slots[None] == slot[:, None]) & seen[None] & (other[None] < entry[:, None])
             return jnp.maximum(found, jnp.max(same.astype(jnp.int32), axis=1))
 
-        return lax.fori_loop(0, i + 1, among, jnp.zeros(tile, jnp.int32)) > 0
+        return lax.fori_loop(0, i + 1, among, jnp.zeros(self.tile, jnp.int32)) > 0
+
+    def put_new(self, after) -> None:
+        """Writes the newest key and value to the cache, in the first program of their head."""
+        x = self.x
+        leads = self.head % (x.q.shape[1] // x.keys.shape[1]) == 0
+        for ref, new_row in zip(after, (x.new.key, x.new.value), strict=True):
+            view, inside = _vector(new_row, self.row, self.key_head)
+            to, _ = _vector(ref, self.row, self.key_head, self.new_slot)
+            pltriton.store(to, load(view, inside), mask=inside & leads)
+
+
+def _columns(ref) -> tuple[Int[Array, " H"], Bool[Array, " H"]]:
+    """The columns of a vector along the last axis, padded, and which of them exist."""
+    column = jnp.arange(power_of_two(ref.shape[-1]), dtype=jnp.int32)
+    return column, column < ref.shape[-1]
+
+
+def _vector(ref, *index) -> tuple[Any, Bool[Array, " H"]]:
+    """A view of a vector along the last axis, for `load` and `store`, and its mask."""
+    column, inside = _columns(ref)
+    return ref.at[(*index, column)], inside
+
+
+def _kernel(x: OneQueryInputs, out, after, *, logits: Logits, count_once: bool):
+    program = _OneQuery.located(x)
+    row, head = program.row, program.head
+    q = load(*_vector(x.q, row, head), 0.0).astype(jnp.float32)
 
     def step(i, state):
         acc, row_max, row_sum = state
-        entry, exists, slot, seen = entries(i)
+        entry, exists, slot, seen = program.entries(i)
         # Both are on their way before anything waits, for unseen entries too.
-        keys = rows(inputs.keys, new and new.key, slot, exists, size)
-        values = rows(inputs.values, new and new.value, slot, exists, d_v)
+        keys = program.rows(x.keys, x.new and x.new.key, slot, exists)
+        values = program.rows(x.values, x.new and x.new.value, slot, exists)
         if count_once:
-            seen &= ~seen_before(i, entry, slot)
+            seen &= ~program.seen_before(i, entry, slot)
         keys = keys.astype(jnp.float32)
         found = logits.capped(jnp.sum(keys * q[None], axis=1) * logits.scale)
-        if inputs.bias is not None:
-            found = found + of_entry(inputs.bias, entry, seen, 0.0).astype(jnp.float32)
+        if x.bias is not None:
+            found = found + program.numbers(x.bias, entry, seen, 0.0).astype(jnp.float32)
         found = jnp.where(seen, found, -jnp.inf)
         new_max = jnp.maximum(row_max, jnp.max(found))
         weights, decay = jnp.exp(found - new_max), jnp.exp(row_max - new_max)
@@ -118,26 +158,22 @@ def _kernel(inputs: OneQueryInputs, out, after, *, logits: Logits, count_once: b
         added = jnp.sum(weights[:, None] * values, axis=0)
         return acc * decay + added, new_max, row_sum * decay + jnp.sum(weights)
 
-    width = power_of_two(d_v)
-    start = jnp.zeros(width, jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
-    acc, of_keys_max, row_sum = lax.fori_loop(0, pl.cdiv(n_entries, tile), step, start)
-    if inputs.sinks is not None:
-        sink = load(inputs.sinks.at[head], None).astype(jnp.float32)
+    acc = jnp.zeros(power_of_two(x.values.shape[3]), jnp.float32)
+    start = acc, jnp.float32(LOWEST), jnp.float32(0)
+    acc, of_keys_max, row_sum = lax.fori_loop(0, program.n_tiles, step, start)
+    if x.sinks is not None:
+        sink = load(x.sinks.at[head], None).astype(jnp.float32)
         row_max = jnp.maximum(of_keys_max, sink)
         of_keys = jnp.exp(of_keys_max - row_max)
         acc, row_sum = acc * of_keys, row_sum * of_keys + jnp.exp(sink - row_max)
     if_alone = 0.0
-    if inputs.alone is not None:
-        if_alone = load(*vector(inputs.alone, row, head, size=d_v), 0.0).astype(jnp.float32)
-    view, inside = vector(out, row, head, size=d_v)
+    if x.alone is not None:
+        if_alone = load(*_vector(x.alone, row, head), 0.0).astype(jnp.float32)
+    view, inside = _vector(out, row, head)
     out_row = jnp.where(row_sum == 0, if_alone, acc / nonzero(row_sum))
     pltriton.store(view, out_row.astype(out.dtype), mask=inside)
-    if new is not None:
-        for ref, new_row, width in zip(after, (new.key, new.value), (size, d_v), strict=True):
-            view, inside = vector(new_row, row, group, size=width)
-            column = jnp.arange(power_of_two(width), dtype=jnp.int32)
-            first = inside & (head % group_size == 0)
-            pltriton.store(ref.at[row, group, new_slot, column], load(view, inside), mask=first)
+    if x.new is not None:
+        program.put_new(after)
 
 
 def attend(

@@ -18,7 +18,14 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from reformax.derivatives import CustomDerivatives
-from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two, view_rows
+from reformax.ops.kernels.triton.common import (
+    launch,
+    load,
+    matmul,
+    name_of,
+    power_of_two,
+    view_rows,
+)
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of, to_float32
 
 ROWS, WARPS = 64, 8
@@ -135,7 +142,7 @@ def _run(kernel, read: FeatureArrays, inputs, shape, interpret: bool):
         num_warps=WARPS,
         num_stages=2,
         interpret=interpret,
-        name=f"random_{kernel.__name__.removesuffix('_kernel')}",
+        name=f"random_{name_of(kernel)}",
     )
 
 

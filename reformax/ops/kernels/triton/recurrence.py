@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.dispatch import NARROW_HEAD
-from reformax.ops.kernels.triton.common import launch
+from reformax.ops.kernels.triton.common import launch, name_of
 from reformax.ops.kernels.triton.recurrence_chunk import (
     L,
     RecurrenceArrays,
@@ -97,7 +97,7 @@ def _read(
 def _run(
     kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2, warps=None, **static
 ):
-    name = kernel.__name__.removesuffix("_kernel")
+    name = name_of(kernel)
     return launch(
         functools.partial(kernel, plan=plan, **static),
         inputs,
@@ -111,7 +111,7 @@ def _run(
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads besides the inputs.
+    """The arrays that the backward pass reads besides the inputs.
 
     The solution is L numbers for a position and head in the inputs' dtype, half of keys of 128. The
     others are float32, of groups that fill a GPU: less than 30 MB with heads up to 128.

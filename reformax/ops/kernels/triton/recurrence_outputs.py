@@ -108,9 +108,8 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
     for bit in range(1, BITS):
         corner = jnp.where(across(bit), below, 0)
         result = result - rows.product(rows.product(result, corner), result)
-    to_float32 = rows.plan.dtype == jnp.float32
-    n_parts = 3 if to_float32 else 2
-    for _ in range(2 if to_float32 else 1):
+    n_parts, n_iterations = (3, 2) if rows.plan.dtype == jnp.float32 else (2, 1)
+    for _ in range(n_iterations):
         parts = (parts_of(x, n_parts) for x in (below, result))
         residual = one - result - matmul_in_parts(*parts, contract="10")
         result = result + rows.product(result, residual)

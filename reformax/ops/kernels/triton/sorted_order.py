@@ -1,4 +1,4 @@
-"""What a step of LSH decoding does before its softmax, as a Pallas kernel for NVIDIA GPUs (Triton).
+"""A step of LSH decoding before its softmax, as a Pallas kernel for NVIDIA GPUs (Triton).
 
 Array operations hash the newest query, insert it in the order by bucket and find the keys in its
 reach by a dozen small kernels, whose launches take longer than their work. A program of this kernel

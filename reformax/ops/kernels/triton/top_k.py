@@ -73,7 +73,7 @@ class _Tiles(NamedTuple):
         return i * self.width + jnp.arange(self.width, dtype=jnp.int32)
 
     def held(self) -> tuple[_Tiles, Any]:
-        """The same, read once if it is one tile, and a bound of the scores from above."""
+        """The tiles, read once if there is one, and an upper bound of their scores."""
         if self.n > 1:
             return self, HIGHEST
         scores = self.read(0)
@@ -95,7 +95,7 @@ class _Tiles(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is kept of scores in order: those above a bound, and the first few that equal it."""
+    """Keeps, of scores in order, those above a bound and the first few that equal it."""
 
     bound: Any  # HIDDEN: none that equals it is kept
     most_equal: Any  # how many that equal it are kept
@@ -149,7 +149,7 @@ def _bisect(n_reaching: Callable, least: Any, most: Any, n_least: Any, n_most: A
 
 
 def _bound_of_sample(scores, batch, row, end, n_best: int, n_list: int):
-    """What about (K + M) / 2 scores of the row reach, by a sample of it.
+    """A bound that about (K + M) / 2 scores of the row reach, by a sample of the row.
 
     With samples in random order the standard deviation is less than a fifth of (M - K) / 2.
     """
