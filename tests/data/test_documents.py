@@ -291,6 +291,26 @@ DAMAGE = {
         b'[{"body": "a"}]',
         "has no text 'text': it has body",
     ),
+    "numbers as text": (
+        "a.jsonl",
+        b'{"text": 3, "id": [1]}\n',
+        r"a.jsonl line 1 has no text 'text': it has text \(3\), id \(a list\)$",
+    ),
+    "chats": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": "a"}]}\n',
+        r"no text 'text': it has messages \(a list\); for chats add --config_file=chats.gin after",
+    ),
+    "chats in a table": (
+        "a.parquet",
+        lambda path: pq.write_table(pa.table({"conversations": [[{"from": "human"}]]}), path),
+        r"it has conversations \(list<.*; for chats add --config_file=chats.gin after the config",
+    ),
+    "prompts with answers": (
+        "a.csv",
+        b"prompt,answer\n" + b"a,b\n" * 9,
+        'it has prompt, answer, set .*field="prompt"\'; for chats add --config_file=chats.gin',
+    ),
     "more fields than names": (
         "a.csv",
         b"id,text\n1,one, two\n",
