@@ -149,7 +149,8 @@ def text(
     outer, inner = (borders if joined is None else joined), borders if hide_joined else None
     divided = WindowSettings(windows, document_mask, lengths)
     of_lengths = [] if lengths is None else lengths.summary()
-    summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
+    unread = _unread_ids(folder) if of_bytes else []
+    summary = functools.cache(lambda: [*described(path, source, parts), *unread, *of_lengths])
     if of_bytes:
         if model_type is not None:
             raise SettingError(
@@ -171,6 +172,17 @@ def text(
     in_files = encode if folder else None
     task = piece_language_model("text", parts, pieces, outer, divided, inner, in_files)
     return _with_words(task, summary, joined is not None, hide_joined)
+
+
+def _unread_ids(folder: Path | None) -> list[str]:
+    """A line on ids that `reformax prepare` wrote and a run of bytes does not read."""
+    if folder is None or not (folder / FILE).is_file():
+        return []
+    size = PieceVocabulary(BYTES, path=folder / FILE).size
+    return [
+        f"note: {folder} has ids of {size:,} pieces, and this run reads bytes: set "
+        f"vocab_size={size} to read them"
+    ]
 
 
 def _with_words(
