@@ -44,6 +44,8 @@ FLAGS = {
     "train a_run": "a_run is no flag, did you mean --output_dir=a_run; --help lists the flags",
     "train nowhere": "nowhere is no flag: a flag is --NAME=VALUE; --help lists the flags",
     "train --config_file=reformer_tekst.gin": "did you mean reformer_text.gin",
+    "train --data_dir=folder --config_file=reformer_text.gin --output_dir=./folder": "output_dir="
+    "./folder is data_dir too, and a run's folder is not read as text: give another output_dir",
     "train --config_file=lora.gin": "--config_file=transformer_text.gin --config_file=lora.gin",
     "train --config_file=a_run": "a_run is a folder: give a_run/config.gin",
     "train --config_file=lora.gin --config=d_model=8": "is a part of configs: give the config",

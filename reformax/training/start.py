@@ -94,6 +94,8 @@ def _open(
         processes.compare(environment.facts() | ({} if text is None else {"the config": text()}))
     lock = processes.by_first(lambda: stack.enter_context(alone_in(folder, messages.say)))
     newest = checkpoints.newest_whole()
+    while checkpoints.notes:
+        messages.note(f"note: {checkpoints.notes.pop(0)}")
     vocabulary = _vocabulary(settings, checkpoints, newest, processes, messages.say)
     for one in evaluations:
         with naming(one):
