@@ -4,6 +4,7 @@ A row is a command as a user types it, and the end of the line that it gets. `.`
 the files of `made`. All end with exit code 2: the command or its config is wrong.
 """
 
+import errno
 import json
 import os
 import random
@@ -270,6 +271,24 @@ def test_data_for_another_config(config_file, answer, tmp_path):
     flags = (f"--config_file={config_file}", f"--data_dir={data_dir}", f"--output_dir={tmp_path}")
     line = answer("train", *flags)
     assert WRONG_CONFIG[config_file] in line and line.endswith("--config_file=reformer_text.gin")
+
+
+@pytest.mark.parametrize(
+    "number, fix",
+    [
+        (
+            errno.EACCES,
+            "a 'b'/c cannot be used (Permission denied): get the right to it",
+        ),
+        (errno.ENAMETOOLONG, "a 'b'/c cannot be used (File name too long): give a shorter name"),
+    ],
+)
+def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, monkeypatch, capsys):
+    def main():
+        raise OSError(number, os.strerror(number), "a 'b'/c")
+
+    code, _, err = call(main, monkeypatch, capsys)
+    assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("platforms", ["rocm", "nowhere"])

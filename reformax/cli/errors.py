@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 
+from reformax import durable
 from reformax.cli import distributed, flags, messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
@@ -97,5 +98,6 @@ def one_line(error: Exception) -> str | None:
     if found := messages.find(error):
         return found.line
     if isinstance(error, MENDABLE):
-        return " ".join(messages.text_of(error).split()) or type(error).__name__
+        line = " ".join(messages.text_of(error).split()) or type(error).__name__
+        return durable.in_place_of_number(line) if isinstance(error, OSError) else line
     return None
