@@ -104,7 +104,7 @@ def _check_bytes(args: argparse.Namespace) -> None:
     for name in ("write", "model_type"):
         if (value := getattr(args, name)) is not None:
             raise SettingError(
-                f"{name}={value}: bytes are no pieces, give --vocabulary or --vocab_size"
+                f"{name}={value}: bytes are no ids, give --vocabulary or --vocab_size"
             )
 
 

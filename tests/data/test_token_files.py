@@ -241,8 +241,8 @@ WRONG = {
     "no vocabulary": (["--vocabulary=a.jsonl"], "a.jsonl is no vocabulary"),
     "missing": (["--vocabulary=b.json"], "vocabulary is b.json, which does not exist"),
     "another size": (["--vocabulary=pieces", "--vocab_size=300"], "vocab_size is 300, and .* 400"),
-    "ids of bytes": (["--write=nanogpt"], "write=nanogpt: bytes are no pieces, give --vocabulary"),
-    "kind of bytes": (["--model_type=bpe"], "model_type=bpe: bytes are no pieces, give --vocab"),
+    "ids of bytes": (["--write=nanogpt"], "write=nanogpt: bytes are no ids, give --vocabulary"),
+    "kind of bytes": (["--model_type=bpe"], "model_type=bpe: bytes are no ids, give --vocab"),
     "nanoGPT's ids": (["--write=nanogpt", "--vocab_size=70000"], "nanoGPT's ids are below 65,536"),
     "a file": (["--to=a.jsonl"], "^to=a.jsonl is a file: give a folder to make"),
 }
