@@ -273,6 +273,11 @@ def test_data_for_another_config(config_file, answer, tmp_path):
     assert WRONG_CONFIG[config_file] in line and line.endswith("--config_file=reformer_text.gin")
 
 
+def test_of_flags_that_are_no_inputs_the_last_counts():
+    """As of what a wrapper adds."""
+    assert train.parser().parse_args(["--output_dir=a", "--output_dir=b"]).output_dir == "b"
+
+
 @pytest.mark.parametrize(
     "number, fix",
     [

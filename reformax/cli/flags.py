@@ -42,12 +42,16 @@ def names_in_use() -> list[str]:
     return list(_names_in_use)
 
 
+# Flags of which two could mean both. Of others the last counts, as of what a wrapper adds.
+_INPUTS = {"data_dir", "init_from", "prompt_file", "texts", "vocabulary"}
+
+
 class _Once(argparse.Action):
-    """Stores a flag's value, and refuses another value of the same flag: one would be lost."""
+    """Stores a flag's value, and refuses another input of the same flag: one would be left out."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         before = parser.given.setdefault(self.dest, values)
-        if before != values:
+        if before != values and self.dest in _INPUTS:
             parser.error(f"{option_string} is given twice, {before} and {values}: give it once")
         setattr(namespace, self.dest, values)
 
