@@ -29,6 +29,11 @@ _ADVICE = {
     errno.ELOOP: "it is a symbolic link, which is not followed: put the file there instead",
     errno.ESTALE: "mount that network share again",
     errno.ENOMEM: "free memory of the system",
+    errno.ENOENT: "put it there, or give another path",
+    errno.ENOTDIR: "a file lies where a folder should be: give another path",
+    errno.EISDIR: "give a file",
+    errno.EEXIST: "give another path",
+    errno.ENAMETOOLONG: "give a shorter name",
 }
 _OTHERWISE = "look after that disk or network share (dmesg)"
 
@@ -36,6 +41,9 @@ _OTHERWISE = "look after that disk or network share (dmesg)"
 _TENSORSTORE = re.compile(
     r"""(?:Failed [a-z ]+: "(?P<path>[^"]+)".*)?os_error_code='(?P<number>\d+)'""", re.S
 )
+
+# What Python says of an error of a file, or of two.
+_NUMBERED = re.compile(r"\[Errno (?P<number>\d+)\] (?P<words>[^:]+): (?P<path>['\"].*)", re.S)
 
 
 def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSError:
@@ -52,6 +60,15 @@ def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSErr
     line = OSError(f"{error.filename or path} cannot be {doing} ({error.strerror}): {advice}")
     line.errno = error.errno
     return line
+
+
+def in_place_of_number(line: str) -> str:
+    """Python's line of an error of a file, '[Errno 13] Permission denied: PATH', with the fix."""
+    found = _NUMBERED.fullmatch(line)
+    if found is None:
+        return line
+    error = OSError(int(found["number"]), found["words"], found["path"].strip("'\""))
+    return str(explained(error, "used"))
 
 
 @contextmanager

@@ -187,7 +187,10 @@ def small(command: str, folder: Path, page: str = "") -> str | None:
         if re.search(rf"(^|\s){pattern}(\s|$)", command):
             # Behind the flags may stand a file for the output.
             call, arrow, output = command.partition(" > ")
-            call = f"{_devices(call, page)}{call} {flags(command, folder, page)}"
+            added = flags(command, folder, page)
+            for flag in re.findall(r"--(?!config)\w+=", added):  # which is given once
+                call = re.sub(rf" {flag}\S+", "", call)
+            call = f"{_devices(call, page)}{call} {added}"
             return f"{call}{arrow}{output}".strip()
     raise LookupError(f"no rule in tests/pages.py makes this command small: {command}")
 

@@ -218,6 +218,15 @@ def test_the_table_and_the_plot_name_bits_per_byte(tmp_path, capsys):
     assert runs.read([str(tmp_path / "one")])[0].unit == "bits per dim (bits per byte)"
 
 
+def test_a_folder_without_room_for_the_plot_is_one_line(tmp_path, capsys):
+    """The table is there all the same."""
+    write_run(tmp_path / "one", "n = 2\n", 3.0, 2.0)
+    (tmp_path / "runs.png").mkdir()
+    with pytest.raises(OSError, match="runs.png.*; --plot=FILE draws the curves elsewhere$"):
+        runs.main([str(tmp_path / "one")])
+    assert "| one |" in capsys.readouterr().out
+
+
 def test_the_table_has_what_differs_and_the_best(tmp_path, capsys):
     write_run(tmp_path / "one", LSH.format(2), 3.0, 2.0, 2.5)
     write_run(tmp_path / "two", LSH.format(4), 3.0, 2.25, seconds=30, split="test")

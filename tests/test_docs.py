@@ -59,7 +59,7 @@ def test_a_command_that_is_not_run_is_on_a_page_and_says_why(pattern, reason):
     "command, page, expected",
     [
         ("python train.py --config_file=mine.gin", "", "{} --config='d_model=16'"),
-        ("python evaluate.py --stride=256", "", "{} --stride=32"),
+        ("python evaluate.py --stride=256", "", "python evaluate.py --stride=32"),
         (
             "reformax evaluate --output_dir=runs/four",
             "```gin\n# reformax train --config_file=a.gin\nloop.train.mesh = {'context': 4}\n```",

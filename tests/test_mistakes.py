@@ -5,6 +5,7 @@ the files of `made`. All end with exit code 2: the command or its config is wron
 """
 
 import ast
+import errno
 import json
 import os
 import random
@@ -47,8 +48,17 @@ FLAGS = {
     "train a_run": "a_run is no flag, did you mean --output_dir=a_run; --help lists the flags",
     "train nowhere": "nowhere is no flag: a flag is --NAME=VALUE; --help lists the flags",
     "train --config_file=reformer_tekst.gin": "did you mean reformer_text.gin",
+    "train --data_dir=folder --config_file=reformer_text.gin --output_dir=./folder": "output_dir="
+    "./folder is data_dir too, and a run's folder is not read as text: give another output_dir",
     "train --config_file=lora.gin": "--config_file=transformer_text.gin --config_file=lora.gin",
     "train --config_file=a_run": "a_run is a folder: give a_run/config.gin",
+    "train --config_file=lora.gin --config=d_model=8": "is a part of configs: give the config",
+    "train --config_file=mine.txt": "mine.txt, line 1): The cat sat on the mat",
+    "train --data_dir=mine.txt --data_dir=folder": "given twice, mine.txt and folder: give it",
+    "evaluate --output_dir=mine.txt": "output_dir=mine.txt holds no run: training writes",
+    "generate --output_dir=a_run/checkpoints/7": "a_run/checkpoints/7 is a checkpoint: give "
+    "--output_dir=a_run --checkpoint=7",
+    "evaluate --output_dir=a_run/checkpoints": "checkpoints is of a run: give --output_dir=a_run",
     "evaluate --output_dir=runs/a --split=dev": "(choose from 'train', 'valid', 'test')",
     "evaluate --output_dir=runs/a --batchsize=4": "did you mean --batch_size",
     "generate --prompt=The": "the following arguments are required: --output_dir",
@@ -84,6 +94,7 @@ SETTINGS = {
     "lsh.n_hashes=2": "module.function.argument=VALUE; did you mean lsh.lsh.n_hashes?",
     "dropout=0,1": "expected one value: a number, a text in quotes, a list, or a function with",
     "steps": "expected NAME=VALUE: steps",
+    '{"steps": 5}': 'expected NAME=VALUE: {"steps": 5}',
     "steps=[1, 2": "a bracket or a quote is open",
     "loop.train.accumulate=3": "batch_size=8 cannot be divided into loop.train.accumulate=3 micro",
     "vocab_size=100": "expected 256 for bytes, or 260 and more for pieces",
@@ -99,7 +110,8 @@ SETTINGS = {
 }
 DATA = {
     "nowhere.txt": ": set data_dir to a file or folder of text",
-    "pictures": "--config='text.text.raw=True'",
+    "pictures": """convert it, choose other files by --config='text.text.pattern="*.txt"', or """
+    "train on its bytes as they are with --config='text.text.raw=True'",
     "nothing": "nothing has no file that matches '*': put text files there",
     "empty.txt": "empty.txt is empty: give a file with text",
     "short.txt": "2 bytes are too few to split 90/5/5, give a text of 20 or more",
@@ -132,6 +144,7 @@ def made(tmp_path_factory):
         (folder / name).mkdir()
     (folder / "a_run").mkdir()
     (folder / "a_run/config.gin").touch()
+    (folder / "a_run/checkpoints/7").mkdir(parents=True)
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("x\n")
     (folder / "mine.txt").write_text(TEXT * 40)
@@ -270,6 +283,48 @@ def test_data_for_another_config(config_file, answer, tmp_path):
     flags = (f"--config_file={config_file}", f"--data_dir={data_dir}", f"--output_dir={tmp_path}")
     line = answer("train", *flags)
     assert WRONG_CONFIG[config_file] in line and line.endswith("--config_file=reformer_text.gin")
+
+
+def test_of_flags_that_are_no_inputs_the_last_counts():
+    """As of what a wrapper adds."""
+    assert train.parser().parse_args(["--output_dir=a", "--output_dir=b"]).output_dir == "b"
+
+
+@pytest.mark.parametrize(
+    "number, fix",
+    [
+        (
+            errno.EACCES,
+            "a 'b'/c cannot be used (Permission denied): get the right to it",
+        ),
+        (errno.ENAMETOOLONG, "a 'b'/c cannot be used (File name too long): give a shorter name"),
+    ],
+)
+def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, monkeypatch, capsys):
+    def main():
+        raise OSError(number, os.strerror(number), "a 'b'/c")
+
+    code, _, err = call(main, monkeypatch, capsys)
+    assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("platforms", ["rocm", "nowhere"])
+def test_a_device_that_is_not_there_is_one_line(platforms, tmp_path):
+    command = [sys.executable, "-m", "reformax", "train", f"--output_dir={tmp_path / 'a'}"]
+    result = subprocess.run(
+        command, env={**os.environ, "JAX_PLATFORMS": platforms}, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: JAX_PLATFORMS={platforms}: JAX finds no such device")
+
+
+def test_a_config_of_an_editor_that_marks_utf8_is_read(made, tmp_path):
+    path = tmp_path / "mine.gin"
+    path.write_text("include 'quickstart.gin'\nsteps = 7\n", encoding="utf-8-sig")
+    config.parse([str(path)])
+    assert "steps = 7" in parsed.text()
+    gin.clear_config()
 
 
 def test_data_for_no_config(answer):

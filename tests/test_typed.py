@@ -344,6 +344,17 @@ def test_the_next_line_has_the_flag_that_it_needs(own, tmp_path, monkeypatch, ca
     assert "what it writes" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("task, chats", [("chats.chats", True), ("stdlib.stdlib", False)])
+def test_the_line_of_what_a_run_writes_asks_one_of_chats(task, chats, tmp_path, capsys):
+    config.parse([], [f"loop.train.task=@{task}()"])
+    result = {"output_dir": str(tmp_path), "interrupted_by": None, "step": 1, "steps": 1}
+    result |= {"metric": "bits_per_dim", "whole": True, "best_whole": True, "eval_split": "valid"}
+    result |= {"bits_per_dim": 1.0, "best_bits_per_dim": 1.0, "best_step": 1, "bits_per_byte": 1.0}
+    assert report.training(result, with_curve=False) == 0
+    said = capsys.readouterr().out
+    assert ("what it writes: " in said) and ("--chat '--prompt=Who are you?'" in said) == chats
+
+
 def test_a_short_name_is_the_argument_of_the_model_and_of_training(tmp_path):
     (tmp_path / "mine.gin").write_text("""from __gin__ import dynamic_registration
 from reformax.models import lm

@@ -80,10 +80,12 @@ def parse(
         used |= mistakes.macros_used()
     if not any(selector == TRAIN for _, selector in gin.config._CONFIG):
         reading.make_known("loop.train")
-    _parse_overrides(overrides)
+    try:
+        _parse_overrides(overrides)
+    finally:  # settings of a model that no file has are no mistakes of their own
+        if trains:
+            _refuse_parts_alone(config_files)
     _bind_short_names()
-    if trains:
-        _refuse_parts_alone(config_files)
     mistakes.check_used(new_macros, used | mistakes.macros_used())
     if data_dir is not None:
         _bind_data_dir(data_dir)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection
 
+from reformax import durable
 from reformax.cli import distributed, flags, messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
@@ -73,6 +75,13 @@ def named_as_typed(line: str, error: Exception, flags_of: Collection[str] | None
     return typed.typed(line, messages.owner_of(error), flags_of)
 
 
+def _missing_platforms(error: Exception) -> str:
+    """What the user set JAX_PLATFORMS to, if JAX failed to begin because of it; or ''."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    begins = any(x.co_filename.endswith("xla_bridge.py") and x.co_name == "backends" for x in codes)
+    return os.environ.get("JAX_PLATFORMS", "") * begins
+
+
 def _cut(line: str) -> str:
     """A line without the middle of a value of thousands of letters, such as a path."""
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
@@ -80,8 +89,15 @@ def _cut(line: str) -> str:
 
 def one_line(error: Exception) -> str | None:
     """The error in one line, without gin's appendix; None for a fault of the program."""
+    if platforms := _missing_platforms(error):
+        why = f" ({messages.first_line(error)})" if str(error) else ""
+        return (
+            f"JAX_PLATFORMS={platforms}: JAX finds no such device, or its package is not there, "
+            f"such as reformax[cuda]: install it, or unset JAX_PLATFORMS{why}"
+        )
     if found := messages.find(error):
         return found.line
     if isinstance(error, MENDABLE):
-        return " ".join(messages.text_of(error).split()) or type(error).__name__
+        line = " ".join(messages.text_of(error).split()) or type(error).__name__
+        return durable.in_place_of_number(line) if isinstance(error, OSError) else line
     return None

@@ -42,8 +42,28 @@ def names_in_use() -> list[str]:
     return list(_names_in_use)
 
 
+# Flags of which two could mean both. Of others the last counts, as of what a wrapper adds.
+_INPUTS = {"data_dir", "init_from", "prompt_file", "texts", "vocabulary"}
+
+
+class _Once(argparse.Action):
+    """Stores a flag's value, and refuses another input of the same flag: one would be left out."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = parser.given.setdefault(self.dest, values)
+        if before != values and self.dest in _INPUTS:
+            parser.error(f"{option_string} is given twice, {before} and {values}: give it once")
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which checks the flags whose type is `of` a hint."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.given: dict[str, Any] = {}  # the values of the flags that `_Once` has stored
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def error(self, message: str) -> NoReturn:
         """Raises `SettingError`, of which `errors.exit_code` makes a line and exit code 2."""
@@ -91,6 +111,7 @@ class Parser(argparse.ArgumentParser):
             and all(x.option_strings for x in self._actions)
         ):
             self.refuse_near(given[:1])  # before what is missing: it has a name there
+        self.given.clear()
         args, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)

@@ -147,6 +147,8 @@ def _continue(args, saved: saved_run.Saved) -> int:
     vocabulary = saved_run.vocabulary_of(saved)
     tokenizer = prompts.tokenizer(saved.model.vocab_size, vocabulary)
     template = prompts.chat_template(vocabulary) if args.chat else None
+    if template is None and prompts.is_of_chats():
+        print("note: this run was trained on chats: --chat answers a message", file=sys.stderr)
     read = ("task", "text.text.offset") if isinstance(tokenizer, tokenizers.ByteTokenizer) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     settings = generation_settings.of_checkpoint(saved.info)

@@ -37,6 +37,15 @@ def value_of(parameter: str) -> Any:
     return value
 
 
+def values_of(argument: str) -> list[Any]:
+    """The values of all functions' arguments of this name, by macros or without."""
+    return [
+        value_of(f"{scope}/{selector}.{argument}".removeprefix("/"))
+        for (scope, selector), values in gin.config._CONFIG.items()
+        if argument in values
+    ]
+
+
 def macro_of(parameter: str) -> str | None:
     """The macro that a parameter is set to; None if it is set to none."""
     return _macro_in(gin.query_parameter(parameter)) if is_set(parameter) else None

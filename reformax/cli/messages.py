@@ -41,7 +41,11 @@ TABLE = (
         "@lsh.lsh()",
         kind=SyntaxError,
     ),
-    Message("Couldn't parse statement, expected", "expected NAME=VALUE", kind=SyntaxError),
+    Message(
+        "Couldn't parse statement, expected|Unexpected token",
+        "expected NAME=VALUE",
+        kind=SyntaxError,
+    ),
     Message(
         r"Expected '\)'",
         "expected ')' after '(': arguments of @lsh.lsh() are settings of their own, as in "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from reformax.cli import lookup, messages, modules, reading, short_names, statements
 from reformax.cli.overrides import Override
 from reformax.cli.statements import ConfigError
-from reformax.declared import config_flag, expected, fits, in_quotes
+from reformax.declared import config_flag, expected, fits, in_quotes, user_path
 
 
 def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> None:
@@ -47,6 +47,20 @@ def _written(setting: str, value: str) -> str | None:
             if hint is None or "@" in text or fits(statement.value, hint):
                 return text
     return None
+
+
+def check_apart(output_dir: str) -> None:
+    """Raises `ConfigError` for a run in the folder of its text: no command would read it as text.
+
+    The parsed config names the folders of texts.
+    """
+    folder = user_path("output_dir", output_dir).resolve()
+    for data_dir in lookup.values_of("data_dir"):
+        if isinstance(data_dir, str) and user_path("data_dir", data_dir).resolve() == folder:
+            raise ConfigError(
+                f"output_dir={output_dir} is data_dir too, and a run's folder is not read as text: "
+                "give another output_dir, such as runs/mine"
+            )
 
 
 def macros_used() -> set[str]:

@@ -27,6 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import UInt8
+
 from reformax import durable
 from reformax.cli import flags
 from reformax.data import cache, files, shard_folders, token_files, token_ids
@@ -66,23 +69,61 @@ def _prepare(args: argparse.Namespace) -> int:
         raise SettingError(f"data_dir={path} is prepared already: give the text itself")
     if path.is_dir() and path.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise SettingError(f"to={folder} lies in data_dir={path}: give a folder outside of it")
+    _check_folder(folder, path)
+    of_bytes = args.vocabulary is None and args.vocab_size == BYTES
+    _check_bytes(args) if of_bytes else _check_pieces(args)
     found = texts.find(path, settings)
     work = {"processes": args.processes, "quiet": args.quiet}
     made = token_files.prepare(found, settings, folder, **work)
     source = token_files.load(folder)
     of_split = {split: x.data for split, x in source.texts.items()}
     parts = texts.split_text(of_split, str(path), args.max_held_out)
-    if args.vocabulary is not None or args.vocab_size != BYTES:
+    if not of_bytes:
         _prepare_ids(args, folder, source, parts, work)
-    elif args.write is not None:
-        raise SettingError(
-            f"write={args.write}: bytes are no ids, give --vocabulary or --vocab_size"
-        )
     for line in texts.described(folder, source, parts):
         print(flags.in_place_of_settings(line, "text.text", _FLAGS))
     if not made:
         print(f"{folder}: the text is as it was, and nothing of it was made anew")
     return 0
+
+
+def _check_folder(folder: Path, source: Path) -> None:
+    """Raises `SettingError` for a file, and for a folder that has the text of another source."""
+    if folder.exists() and not folder.is_dir():
+        raise SettingError(f"to={folder} is a file: give a folder to make")
+    if folder.resolve() in source.resolve().parents:
+        raise SettingError(f"to={folder} holds the source {source}: give another folder")
+    if not shard_folders.is_prepared(folder):
+        return
+    others = [of for of in token_files.sources_of(folder) if Path(of).resolve() != source.resolve()]
+    if others:
+        raise SettingError(f"to={folder} has the text of {', '.join(others)}: give another folder")
+
+
+def _check_bytes(args: argparse.Namespace) -> None:
+    """Refuses flags of pieces for a text whose bytes alone are prepared."""
+    for name in ("write", "model_type"):
+        if (value := getattr(args, name)) is not None:
+            raise SettingError(
+                f"{name}={value}: bytes are no ids, give --vocabulary or --vocab_size"
+            )
+
+
+def _check_pieces(args: argparse.Namespace) -> None:
+    """Refuses a vocabulary that cannot be learnt, read or written, before hours go by."""
+    vocabulary = _vocabulary(args, np.zeros(0, np.uint8))
+    if args.vocabulary is not None:
+        vocabulary.check_file()
+    if args.write is not None:
+        token_ids.check_form(args.to, vocabulary.dtype, args.write)
+
+
+def _vocabulary(
+    args: argparse.Namespace, text: UInt8[np.ndarray, " n"], folder: Path | None = None
+) -> PieceVocabulary:
+    """The vocabulary of the flags, learnt of a text, and kept in a folder, where it is no file."""
+    model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
+    return PieceVocabulary(args.vocab_size, text, model, args.model_type, kept_in=folder)
 
 
 def _prepare_ids(
@@ -94,9 +135,7 @@ def _prepare_ids(
 ) -> None:
     """Writes the ids of pieces of a prepared text, and says how many there are."""
     borders = split_borders({split: x.begins for split, x in source.texts.items()}, parts)
-    model = user_path("vocabulary", args.vocabulary) if args.vocabulary else None
-    kind = {"model_type": args.model_type, "kept_in": folder}
-    pieces = PieceVocabulary(args.vocab_size, parts["train"], model, **kind)
+    pieces = _vocabulary(args, parts["train"], folder)
     durable.write(folder / FILE, pieces.serialised())
     joined = texts.joined_borders(source, parts)
     encode = functools.partial(texts.encoded_split, parts, borders, joined, pieces, folder)

@@ -113,6 +113,19 @@ def encode_message(template: Written, text: bytes) -> list[int]:
     return template.prompt(message)
 
 
+def is_of_chats() -> bool:
+    """Whether the parsed config trains on chats."""
+    from reformax.cli import config, parsed
+    from reformax.data import chats
+    from reformax.training import loop
+
+    try:
+        task = parsed.described(loop.train, "task")
+    except config.ConfigError:  # it has none
+        return False
+    return isinstance(task, parsed.Reference) and task.function is chats.chats
+
+
 def chat_template(vocabulary: Any = None) -> Written:
     """The template of the parsed config's task, in the run's vocabulary, if it has one.
 
@@ -120,16 +133,15 @@ def chat_template(vocabulary: Any = None) -> Written:
       SettingError: the task is not one of chats.
     """
     from reformax.cli import parsed
-    from reformax.data import chat_templates, chats
+    from reformax.data import chat_templates
     from reformax.training import loop
 
-    task = parsed.described(loop.train, "task")
-    if not isinstance(task, parsed.Reference) or task.function is not chats.chats:
+    if not is_of_chats():
         raise SettingError(
             "--chat needs a run of chats.chats, whose template it writes prompts by: leave it out, "
             "and write the prompt as the run's text has it"
         )
-    name = task.arguments.get("template", "auto")
+    name = parsed.described(loop.train, "task").arguments.get("template", "auto")
     encoder = chat_templates.ByteEncoder() if vocabulary is None else vocabulary
     return chat_templates.chosen(name, encoder, "chats.chats")
 

@@ -64,7 +64,7 @@ def read_file(path: str, folders: Sequence[str | Path] = (), above: Sequence[str
       ConfigError: anything in it is wrong.
     """
     with _at(_NOWHERE):
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")
     return read(text, path, folders=folders, above=above)
 
 

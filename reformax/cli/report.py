@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reformax.cli import terminal_curve
+from reformax.cli import prompts, terminal_curve
 from reformax.declared import in_quotes, some_of
 
 
@@ -90,7 +90,8 @@ def training(result: dict[str, Any], prints: bool = True, *, with_curve: bool) -
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     run, trust = f"--output_dir={folder}", _trust(Path(folder) / "config.gin")
     if "bits_per_byte" in result:  # a text
-        print(f"what it writes: {shlex.join([*program('generate'), run, *trust])}")
+        asked = ["--chat", "--prompt=Who are you?"] if prompts.is_of_chats() else []
+        print(f"what it writes: {shlex.join([*program('generate'), run, *asked, *trust])}")
     print(f"next: {shlex.join([*program('evaluate'), run, '--split=test', *trust])}")
     return 0
 

@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in table(runs, None if args.all else report.width()):
         print(line)
     path = Path(args.plot or _parent(args.folders) / "runs.png")
-    durable.write(path, draw(runs, args.x))
+    try:
+        durable.write(path, draw(runs, args.x))
+    except OSError as error:
+        raise OSError(f"{error}; --plot=FILE draws the curves elsewhere") from None
     print(f"\ncurves: {path}")
     return 0
 

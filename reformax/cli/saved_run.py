@@ -239,6 +239,7 @@ def _steps(checkpoints) -> list[int]:
     steps = checkpoints.steps()
     if not steps:
         folder = checkpoints.folder
+        _refuse_inner(folder.parent)
         if not folder.exists() and not (folder.parent / "config.gin").exists():
             raise SettingError(
                 f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
@@ -246,6 +247,16 @@ def _steps(checkpoints) -> list[int]:
             )
         raise SettingError(f"no checkpoint in {folder}: training saves one after a while")
     return steps
+
+
+def _refuse_inner(folder: Path) -> None:
+    """Raises `SettingError` for the folder of a run's checkpoints, or of one of them."""
+    if folder.parent.name == "checkpoints" and folder.is_dir():
+        flags = f"--output_dir={_shown(folder.parent.parent)} --checkpoint={folder.name}"
+        raise SettingError(f"output_dir={_shown(folder)} is a checkpoint: give {flags}")
+    if folder.name == "checkpoints" and folder.is_dir():
+        run = _shown(folder.parent)
+        raise SettingError(f"output_dir={_shown(folder)} is of a run: give --output_dir={run}")
 
 
 def _choose(checkpoints, which: str) -> dict[int, str | None]:
@@ -286,7 +297,7 @@ def _identities(checkpoints) -> set[tuple]:
     from reformax.training.checkpoint.reading import OLD
 
     found = set()
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in checkpoints.folder.iterdir():
             if entry.name.removeprefix(OLD).isdigit():  # see `CheckpointReader.renamed`
                 stat = entry.lstat()

@@ -80,7 +80,7 @@ def read(text: str, source: str) -> Statements:
 
 def read_file(path: str | Path) -> Statements:
     """`read` of a file."""
-    return read(Path(path).read_text(errors="replace"), str(path))
+    return read(Path(path).read_text("utf-8-sig", "replace"), str(path))
 
 
 def statements_in(text: str, source: str | None) -> Iterator[Any]:

@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = {"data_dir": args.data_dir, "init_from": args.init_from}
     config.parse(files, args.config, trains=True, **folders)
     mistakes.refuse_flags(unknown, training_flags.beginning_with)
+    mistakes.check_apart(output_dir)
     distributed.join(args, parsed.text())
     # After parsing, so that a wrong flag is reported first.
     from reformax.training import folder, loop, profile

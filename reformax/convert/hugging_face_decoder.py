@@ -302,9 +302,8 @@ class NoSuchModel(ValueError):
 
     def __init__(self, family: Family, obstacles: list[str]):
         self.obstacles = obstacles
-        more = f" (and {len(obstacles) - 1} more differences)" if len(obstacles) > 1 else ""
         super().__init__(
-            f"Hugging Face has no such model: {obstacles[0]}{more} for the closest, "
+            f"Hugging Face has no such model: {'; '.join(obstacles)} for the closest, "
             f"{family.architecture}"
         )
 

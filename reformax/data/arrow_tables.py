@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,10 @@ _NESTED = 64  # bytes that a value in a list or an object takes in Python beside
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
 _DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 _SMALL_GROUP = 2**26  # stated bytes of a row group that is read as a dictionary
+# Fields of a conversation, and of a prompt and its answer (`conversations`).
+MESSAGES = ("messages", "conversations", "conversation")
+PROMPTS = ("prompt", "instruction", "question")
+ANSWERS = ("completion", "answer", "response", "output")
 # What is in place of a file that Git LFS has not fetched.
 LFS_POINTER = b"version https://git-lfs"
 # Words of pyarrow's errors on files that are whole.
@@ -292,7 +296,8 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
         if not found:
             any_kind = field.nested or not field.is_text
             others = [name for name, _ in kinds] if any_kind else texts
-            raise no_field(str(path), field, others)
+            rest = {name: str(kind) for name, kind in kinds if name not in others}
+            raise no_field(str(path), field, fields, others, rest)
         where = f"{path}: column {field.name!r}"
         if len(found) > 1:
             raise SettingError(f"{where} is there {len(found)} times: give each its own name")
@@ -391,13 +396,39 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def no_field(where: str, field: Column, others: Sequence[str]) -> NoField:
-    """The error of a table without a field, which names those that it has."""
-    there = f"it has {', '.join(others[:9])}" if others else "it has none"
-    fix = f", set {config_flag(field.setting, others[0])}" if others else ""
+def no_field(
+    where: str,
+    field: Column,
+    fields: Sequence[Column],
+    others: Sequence[str],
+    rest: Mapping[str, str] | None = None,
+) -> NoField:
+    """The error of a table without a field, which names those that it has.
+
+    Args:
+      where: the table, or its row.
+      field: the one that is missing, or has values of another kind.
+      fields: all that are read.
+      others: names of fields that have values of its kind.
+      rest: kinds of values of other fields, by their names.
+    """
+    rest = rest or {}
+    there = others or [f"{name} ({kind})" for name, kind in rest.items()]
+    free = [name for name in others if name not in [one.name for one in fields]]
+    fix = f", set {config_flag(field.setting, free[0])}" if free else ""
     fix = f", give all rows the same fields, or set {field.setting}" if field.nested else fix
+    if field == Column(field.name) and _is_chat({*others, *rest}):
+        fix += "; for chats add --config_file=chats.gin after the config of a model"
     what = "text" if field.is_text and not field.nested else "value"
-    return NoField(f"{where} has no {what} {field.name!r}: {there}{fix}", others)
+    listed = ", ".join(there[:9]) or "none"
+    return NoField(f"{where} has no {what} {field.name!r}: it has {listed}{fix}", others)
+
+
+def _is_chat(names: Collection[str]) -> bool:
+    """Whether fields of these names are a conversation, or a prompt and its answer."""
+    return any(map(names.__contains__, MESSAGES)) or all(
+        any(map(names.__contains__, part)) for part in (PROMPTS, ANSWERS)
+    )
 
 
 def _bomb(path: Path, size: int, max_bytes: int) -> ValueError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from reformax.data import files, tables
-from reformax.data.arrow_tables import Column, NoField
+from reformax.data.arrow_tables import ANSWERS, MESSAGES, PROMPTS, Column, NoField
 from reformax.declared import SettingError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -27,9 +27,6 @@ _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "ass
 _ROLES |= {"developer": "system", "human": "user", "prompter": "user"}
 _ROLES |= dict.fromkeys(("gpt", "bot", "model", "chatgpt"), "assistant")
 _ROLES |= dict.fromkeys(("tool", "function", "ipython", "observation"), "tool")
-_MESSAGES = ("messages", "conversations", "conversation")
-_PROMPTS = ("prompt", "instruction", "question")
-_ANSWERS = ("completion", "answer", "response", "output")
 # Fields besides these, which rows may have.
 _CONTEXTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
 _KNOWN = (
@@ -124,11 +121,11 @@ def _fields(
 
 def _layouts(names: FieldNames, option: str) -> Iterator[list[Column]]:
     if names.prompt is None and names.answer is None:
-        for name in [names.messages] if names.messages else _MESSAGES:
+        for name in [names.messages] if names.messages else MESSAGES:
             yield [Column(name, f"{option}.messages", nested=True)]
     if names.messages is None:
-        prompts = [names.prompt] if names.prompt else _PROMPTS
-        answers = [names.answer] if names.answer else _ANSWERS
+        prompts = [names.prompt] if names.prompt else PROMPTS
+        answers = [names.answer] if names.answer else ANSWERS
         for prompt, answer in itertools.product(prompts, answers):
             yield [
                 Column(prompt, f"{option}.prompt", nested=True),

@@ -42,6 +42,9 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
+# What `reformax runs` draws where all its runs are below, and what `reformax sweep` writes next to
+# its runs.
+_PLOT, _FINISHED = "runs.png", "finished.json"
 _MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0", "zip": b"PK", "zstd": b"\x28\xb5\x2f\xfd"}
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -214,7 +217,7 @@ def listed(
       folder: searched to any depth. Links to folders are not followed.
       pattern: matches file names, with the wildcards of a shell.
       skip: names of folders to leave out. Hidden files and folders are always left out, and so are
-        runs and links to nothing.
+        runs, what commands write next to them, and links to nothing.
       deep: whether the folders in it are searched.
 
     Raises:
@@ -229,7 +232,7 @@ def listed(
 
     found, left_out = [], {}
     for here, folders, names in os.walk(folder, onerror=refuse):
-        kept = []
+        kept, runs = [], []
         for name in folders:
             path = Path(here, name)
             if name in skip:
@@ -237,12 +240,15 @@ def listed(
             reason = "hidden" if name.startswith(".") else "a run" if is_run(path) else None
             reason = reason or ("a link to a folder" if path.is_symlink() else None)
             kept += [name] * (reason is None)
+            runs += [name] * (reason == "a run")
             if reason:
                 left_out.setdefault(reason, []).append(path)
         folders[:] = kept if deep else []
         for name in names:
             path = Path(here, name)
             reason = "hidden" if name.startswith(".") else None
+            if name == _PLOT or runs and name == _FINISHED:
+                reason = "of runs"
             if reason is None and not fnmatch.fnmatch(name, pattern):
                 reason = f"not {pattern}"
             if reason is None and not path.exists():

@@ -123,7 +123,7 @@ class PieceVocabulary:
             self._take_kept(path)
         else:
             made = self._made()
-            self._check_file()
+            self.check_file()
             write_kept(path, made)
             if self._text is not None:
                 self.warn_of_loss(self._text, "train")
@@ -289,8 +289,13 @@ class PieceVocabulary:
             logging.getLogger(__name__).warning(f"text: the vocabulary is not kept: {error}")
         return found
 
-    def _check_file(self) -> None:
-        """Raises `SettingError` if the config's file is not what the config next to it says."""
+    def check_file(self) -> None:
+        """Refuses a file that is not what the settings next to it say.
+
+        Raises:
+          SettingError: it has another size or kind.
+          FileNotFoundError: there is no such file.
+        """
         found = {"vocab_size": self.size, "model_type": self._codec.model_type}
         for name, asked in self._asked.items():
             if self._path is not None and asked != found[name]:

@@ -158,9 +158,18 @@ def _values(row: dict[str, Any], where: Callable[[], str], fields: Sequence[Colu
     for field in fields:
         value, kinds = row.get(field.name, None if field.optional else ...), field.kinds
         if value is not None and not isinstance(value, kinds):
-            raise no_field(where(), field, [n for n, x in row.items() if isinstance(x, kinds)])
+            others = [name for name, x in row.items() if isinstance(x, kinds)]
+            rest = {name: _kind(x) for name, x in row.items() if name not in others}
+            raise no_field(where(), field, fields, others, rest)
         found.append(value.encode("utf-8", "replace") if isinstance(value, str) else value)
     return tuple(found)
+
+
+def _kind(value: Any) -> str:
+    """A value of JSON in a word."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return "null" if value is None else json.dumps(value)[:20]
 
 
 def _delimited(
@@ -178,7 +187,7 @@ def _delimited(
         if number == 1:
             for field in fields:
                 if field.name not in row and not field.optional:
-                    raise no_field(str(path), field, row)
+                    raise no_field(str(path), field, fields, row)
             names, columns = row, [_index(row, field.name) for field in fields]
         elif len(row) > len(names):
             raise SettingError(

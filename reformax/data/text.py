@@ -11,7 +11,15 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from reformax.data import documents, files, piece_files, shard_folders, text_files, token_files
+from reformax.data import (
+    documents,
+    files,
+    piece_files,
+    shard_folders,
+    tables,
+    text_files,
+    token_files,
+)
 from reformax.data.base import (
     MAX_HELD_OUT,
     SPLITS,
@@ -148,7 +156,8 @@ def text(
     outer, inner = (borders if joined is None else joined), borders if hide_joined else None
     divided = WindowSettings(windows, document_mask, lengths)
     of_lengths = [] if lengths is None else lengths.summary()
-    summary = functools.cache(lambda: [*described(path, source, parts), *of_lengths])
+    unread = _unread_ids(folder) if of_bytes else []
+    summary = functools.cache(lambda: [*described(path, source, parts), *unread, *of_lengths])
     if of_bytes:
         if model_type is not None:
             raise SettingError(
@@ -177,6 +186,17 @@ DEFAULTS = {
     name: inspect.signature(text).parameters[name].default
     for name in ("pattern", "field", "raw", "splits", "join_by")
 }
+
+
+def _unread_ids(folder: Path | None) -> list[str]:
+    """A line on ids that `reformax prepare` wrote and a run of bytes does not read."""
+    if folder is None or not (folder / FILE).is_file():
+        return []
+    size = PieceVocabulary(BYTES, path=folder / FILE).size
+    return [
+        f"note: {folder} has ids of {size:,} pieces, and this run reads bytes: set "
+        f"vocab_size={size} to read them"
+    ]
 
 
 def _with_words(
@@ -222,6 +242,7 @@ def find(path: Path, settings: Mapping[str, Any]) -> text_files.Found:
     """The files of a text, by the settings of `DEFAULTS`."""
     by = {"by": settings["splits"], "option": "text.text.splits"}
     found = text_files.find(path, settings["pattern"], settings["field"], settings["raw"], **by)
+    _check_field(path, found, settings)
     join_by = settings.get("join_by")
     if settings["raw"] and join_by not in (None, FOLDER):
         raise SettingError(
@@ -229,6 +250,19 @@ def find(path: Path, settings: Mapping[str, Any]) -> text_files.Found:
             "no rows, give 'folder' or leave raw out"
         )
     return found._replace(join_by=join_by, root=path)
+
+
+def _check_field(path: Path, found: text_files.Found, settings: Mapping[str, Any]) -> None:
+    """Raises `SettingError` for the field of a table where none is read."""
+    field = settings["field"]
+    if field == DEFAULTS["field"] or found.kind == "datasets":
+        return
+    everything = (x for paths in found.paths.values() for x in paths)
+    if settings["raw"] or not any(tables.reader(x, field) for x in everything):
+        raise SettingError(
+            f"text.text.field is {field!r}, and nothing of {path} is read as a table that has it: "
+            "leave it out"
+        )
 
 
 def encoded_split(

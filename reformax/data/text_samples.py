@@ -9,6 +9,7 @@ from reformax.data import arrow_tables
 from reformax.declared import SettingError
 
 RAW = "--config='text.text.raw=True'"
+_PATTERN = """--config='text.text.pattern="*.txt"'"""
 # Of the bytes of a sample; text in Latin-1 has a few percent, a picture half.
 MOST_NO_TEXT = 1 / 3
 _PIECE, _PIECES = 2**12, 16  # the sample
@@ -39,6 +40,7 @@ class Samples:
     def __init__(self, path: Path, instead: str = f"or train on its bytes as they are with {RAW}"):
         """Takes the file, and what to do with what is no text, for errors."""
         self._path, self._instead = path, instead
+        self._others = f"choose other files by {_PATTERN}, " if RAW in instead else ""
         self._no_text = self._total = 0
 
     def add(self, data: bytes) -> None:
@@ -59,7 +61,7 @@ class Samples:
         if self._no_text > MOST_NO_TEXT * self._total:
             raise SettingError(
                 f"{self._path} is no text: {self._no_text / self._total:.0%} of a sample is not "
-                f"UTF-8; convert it, choose other files by pattern, {self._instead}"
+                f"UTF-8; convert it, {self._others}{self._instead}"
             )
 
 

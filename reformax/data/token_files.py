@@ -99,6 +99,11 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return _text_manifest(folder)["settings"]
 
 
+def sources_of(folder: Path) -> Sequence[str]:
+    """The paths that a folder was prepared from; raises ValueError for a damaged manifest."""
+    return _text_manifest(folder)["of"]
+
+
 def _text_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a text, whose fields are what they should be."""
     found = shard_folders.manifest(folder)
@@ -145,7 +150,7 @@ def cache_folder(cache_dir: str | os.PathLike | None) -> Path:
 def words_of(folder: Path) -> str:
     """The source of a text in the cache, in words."""
     try:
-        return "of " + "; ".join(_text_manifest(folder)["of"])
+        return "of " + "; ".join(sources_of(folder))
     except (ValueError, OSError):
         return "not whole"
 
@@ -243,7 +248,11 @@ def prepare(
                 splits[split] = joined.join_shards(partial, of_split, SHARD)
             texts = {split: documents.Text(*_arrays(partial, x)) for split, x in splits.items()}
             documents.check_joined(found.root, found, texts)
-        source = {"files": dict(found.files), "notes": list(found.notes), "of": [str(found.root)]}
+        source = {
+            "files": dict(found.files),
+            "notes": list(found.notes),
+            "of": [str(found.root.absolute())],
+        }
         return {"settings": dict(settings), **source, "splits": splits}
 
     return shard_folders.made_whole(folder, key, make)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -233,6 +234,12 @@ def _megatron(path: Path, size: int, index: Path) -> Ids:
     )
 
 
+def check_form(path: str | os.PathLike, dtype: np.dtype, form: Format) -> None:
+    """Raises `SettingError` for ids that a program's files have no room for; `path` gets them."""
+    if form == "nanogpt" and dtype.itemsize > 2:
+        raise SettingError(f"{path}: nanoGPT's ids are below 65,536: write megatron's instead")
+
+
 def write(path: Path, ids: StoredArray, begins: StoredArray | np.ndarray, form: Format) -> None:
     """Writes ids for another program: `path`, and for Megatron-LM an .idx next to it.
 
@@ -246,8 +253,7 @@ def write(path: Path, ids: StoredArray, begins: StoredArray | np.ndarray, form: 
       SettingError: nanoGPT's ids are below 65,536.
       OSError: a file cannot be written.
     """
-    if form == "nanogpt" and ids.dtype.itemsize > 2:
-        raise SettingError(f"{path}: nanoGPT's ids are below 65,536: write megatron's instead")
+    check_form(path, ids.dtype, form)
     if form == "megatron":
         begins = np.unique(np.concatenate([[0], np.asarray(begins)])).astype(np.int64)
         code = next(code for code, name in _CODES.items() if name == ids.dtype.name)

@@ -5,6 +5,7 @@ Its memory is reported before it is used.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,9 +78,25 @@ def restore_or_init(
         state, source, converted = _first_state(setup, init, vocabulary)
         return RestoredRun(state, 0, {}, *_data(settings, {}, 0), n_params, source, converted)
     state, info = checkpoints.restore(newest, like, devices.placement(like, mesh))
+    _check_same_source(settings.init_from, info)
     data, changed = _data(settings, info.get("data", {}), info["step"])
     return RestoredRun(
         state, info["step"], info, data, changed, n_params, converted=info.get("source")
+    )
+
+
+def _check_same_source(init_from: str | None, info: dict[str, Any]) -> None:
+    """Raises `SettingError` if a begun run is to begin with weights that it did not begin with.
+
+    Without `init_from` it goes on, and so does a run whose checkpoint is too old to note it.
+    """
+    before = info.get("init_from", init_from)
+    if init_from is None or os.path.abspath(init_from) == os.path.abspath(before or ""):
+        return
+    first = f"those of {before}" if before else "weights of its own"
+    raise SettingError(
+        f"init_from={init_from}: the run in this output_dir began with {first} and is at step "
+        f"{info['step']}: give another output_dir, or leave init_from out to go on"
     )
 
 

@@ -6,6 +6,7 @@ run's own and able to run.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,6 +94,8 @@ def _open(
         processes.compare(environment.facts() | ({} if text is None else {"the config": text()}))
     lock = processes.by_first(lambda: stack.enter_context(alone_in(folder, messages.say)))
     newest = checkpoints.newest_whole()
+    while checkpoints.notes:
+        messages.note(f"note: {checkpoints.notes.pop(0)}")
     vocabulary = _vocabulary(settings, checkpoints, newest, processes, messages.say)
     for one in evaluations:
         with naming(one):
@@ -255,12 +258,14 @@ def _note_surprises(
 
 def _kept(settings: TrainSettings, restored: RestoredRun, vocabulary: str | None) -> dict[str, Any]:
     """The values that every checkpoint of the run keeps."""
+    first = None if restored.info else os.fspath(settings.init_from or "")
     kept = {
         "data": restored.data,
         "vocabulary": vocabulary,
         "n_classes": settings.task.n_classes,
         "schedule_steps": optimizer.schedule_steps(settings.built_optimizer),
         "source": restored.converted,  # the model is given back by it
+        "init_from": restored.info.get("init_from", first),  # None: an older run's, not noted
     }
     return {name: x for name, x in kept.items() if x is not None}
 

@@ -274,6 +274,11 @@ def test_a_model_of_ours_is_that_of_transformers(row, tmp_path):
     "attention, changes, message",
     [
         ([FAR], dict(design=designs.llama(norm="layer")), "norm is 'layer', expected 'rms' for"),
+        (
+            [FAR],
+            dict(post_norm=True, design=designs.llama(norm="layer")),
+            "post_norm is True, expected False; norm is 'layer', expected 'rms' for the closest",
+        ),
         ([FAR], dict(d_attention_value=6), "d_attention_value is 6, expected 8"),
         ([FAR], dict(pos_type="alibi"), "pos_type is 'alibi', expected 'rotary'"),
         ([Op("local", {})], {}, "attention of layer 0 is 'local', expected 'attention'"),

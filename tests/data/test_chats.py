@@ -748,7 +748,9 @@ def test_a_run_learns_answers_and_no_prompts(tmp_path, call):
     assert script(generate.main, *prompt, "--chat", "--max_new_tokens=30") == "blue, red\n"
     two = [*prompt, "--prompt=8 red or blue?", "--chat", "--max_new_tokens=30"]
     assert script(generate.main, *two) == "--- 1 of 2\nblue, red\n--- 2 of 2\nblue, red\n"
-    assert script(generate.main, *prompt, "--max_new_tokens=3").startswith("7 red or blue?")
+    code, out, err = call(generate.main, *prompt, "--max_new_tokens=3")
+    assert code == 0 and out.startswith("7 red or blue?")
+    assert err == "note: this run was trained on chats: --chat answers a message\n"
     of_text = [f"--output_dir={base}", "--prompt=x", "--chat"]
     code, _, err = call(generate.main, *of_text)
     assert code == 2 and "--chat needs a run of chats.chats" in err

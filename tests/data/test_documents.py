@@ -127,6 +127,13 @@ def test_another_field_and_rows_without_text(tmp_path, content, fails_in_one_lin
             text(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_field_of_no_table_is_refused(raw, tmp_path, fails_in_one_line):
+    write(tmp_path / "a.jsonl" if raw else tmp_path / "a.txt", [{"body": "one " * 9}])
+    with fails_in_one_line(ValueError, "^text.text.field is 'body', and nothing of .* is read as"):
+        text(str(tmp_path), field="body", raw=raw)
+
+
 def test_the_splits_of_a_dataset_are_kept(tmp_path, content):
     parts = {"train": TEXTS[:20], "validation": TEXTS[20:30], "test": TEXTS[30:]}
     for name, texts in parts.items():
@@ -290,6 +297,26 @@ DAMAGE = {
         "a.json",
         b'[{"body": "a"}]',
         "has no text 'text': it has body",
+    ),
+    "numbers as text": (
+        "a.jsonl",
+        b'{"text": 3, "id": [1]}\n',
+        r"a.jsonl line 1 has no text 'text': it has text \(3\), id \(a list\)$",
+    ),
+    "chats": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": "a"}]}\n',
+        r"no text 'text': it has messages \(a list\); for chats add --config_file=chats.gin after",
+    ),
+    "chats in a table": (
+        "a.parquet",
+        lambda path: pq.write_table(pa.table({"conversations": [[{"from": "human"}]]}), path),
+        r"it has conversations \(list<.*; for chats add --config_file=chats.gin after the config",
+    ),
+    "prompts with answers": (
+        "a.jsonl",
+        b'{"prompt": "a", "answer": "b"}\n',
+        'it has prompt, answer, set .*field="prompt"\'; for chats add --config_file=chats.gin',
     ),
     "more fields than names": (
         "a.csv",

@@ -137,7 +137,7 @@ BAD = {
         [("a", i / 7) for i in range(50)],
         "has 50 labels in 50 rows, which are no classes: name the field of labels by labelled_text",
     ),
-    "a list": ([("a", [1])] * 20, "line 1 has no value 'label': it has text, set --config='label"),
+    "a list": ([("a", [1])] * 20, "line 1 has no value 'label': it has text$"),
 }
 
 
@@ -152,7 +152,7 @@ def test_what_is_no_class_is_told(case, tmp_path, fails_in_one_line):
 def test_other_fields_and_files_are_told(tmp_path, fails_in_one_line):
     write(tmp_path / "a.parquet", [example("all", i, CLASSES) for i in range(20)])
     with fails_in_one_line(
-        ValueError, "has no value 'class': it has label, text, set --config='la"
+        ValueError, "has no value 'class': it has label, text, set --config='.*label=\"label\"'"
     ):
         labelled_text(tmp_path, label="class")
     (tmp_path / "b.txt").write_text("no table")

@@ -156,7 +156,8 @@ def test_a_split_that_is_not_there_is_cut_from_train(tmp_path, content):
 def test_what_is_left_out_is_said(tmp_path, content):
     for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl", "notes.txt", "README.md"):
         write(tmp_path, name)
-    for name in ("._a.jsonl", ".git/config", "run/.lock", "info.json", "numbers.csv"):
+    names = ("._a.jsonl", ".git/config", "run/.lock", "info.json", "numbers.csv")
+    for name in (*names, "finished.json", "runs.png"):  # drawn when the run has begun
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "gone").symlink_to("nowhere")
@@ -170,6 +171,7 @@ def test_what_is_left_out_is_said(tmp_path, content):
         "left out: run/ (a run)",
         "left out: ._a.jsonl, .git/ (hidden)",
         "left out: README.md, info.json (next to tables; text.text.pattern='**' takes them)",
+        "left out: finished.json, runs.png (of runs)",
         "numbers.csv: read as text, with the marks between values; where a column or key other "
         "than 'text' has the text, name it by text.text.field",
     ]

@@ -32,6 +32,7 @@ from reformax.data import (
     token_files,
     workers,
 )
+from reformax.declared import SettingError
 from tests.data.tables import assert_alike, write_texts
 from tests.data.test_documents import write_dataset
 from tests.data.test_pieces import tokenizer_json
@@ -217,6 +218,60 @@ def test_other_files_are_not_replaced(tmp_path, fails_in_one_line):
     with fails_in_one_line(ValueError, "mine holds other files, such as notes: give a new folder"):
         prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'mine'}"])
     assert (tmp_path / "mine/notes").read_text() == "kept"
+
+
+def test_a_prepared_folder_of_another_text_is_not_replaced(tmp_path, monkeypatch, capsys):
+    """It may have taken hours, and runs may read it: a wrong --to must not cost it."""
+    made = _prepared(tmp_path)
+    before = text.text(made).fingerprint("train")
+    write_texts(tmp_path / "b.jsonl", TEXTS[:50])
+    command = [f"--data_dir={tmp_path / 'b.jsonl'}", "--to=made", "--quiet"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"^to=made has the text of .*a\.jsonl: give another "):
+        prepare.main(command)
+    assert text.text(made).fingerprint("train") == before
+    # The same source by another name is the same; a changed one is prepared anew.
+    write_texts(tmp_path / "a.jsonl", TEXTS[:50])
+    assert prepare.main(["--data_dir=a.jsonl", "--to=made", "--quiet"]) == 0
+    assert text.text(made).fingerprint("train") != before
+
+
+WRONG = {
+    "too few pieces": (["--vocab_size=100"], "vocab_size is 100: expected 256 for bytes"),
+    "no vocabulary": (["--vocabulary=a.jsonl"], "a.jsonl is no vocabulary"),
+    "missing": (["--vocabulary=b.json"], "vocabulary is b.json, which does not exist"),
+    "another size": (["--vocabulary=pieces", "--vocab_size=300"], "vocab_size is 300, and .* 400"),
+    "ids of bytes": (["--write=nanogpt"], "write=nanogpt: bytes are no ids, give --vocabulary"),
+    "kind of bytes": (["--model_type=bpe"], "model_type=bpe: bytes are no ids, give --vocab"),
+    "nanoGPT's ids": (["--write=nanogpt", "--vocab_size=70000"], "nanoGPT's ids are below 65,536"),
+    "a file": (["--to=a.jsonl"], "^to=a.jsonl is a file: give a folder to make"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_prepare_refuses_wrong_flags_before_it_reads_the_text(case, tmp_path, monkeypatch):
+    """A large text takes hours."""
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path / "a.jsonl", TEXTS)
+    flags, told = WRONG[case]
+    command = ["--data_dir=a.jsonl", "--quiet", *["--to=made"] * (case != "a file")]
+    if case == "another size":
+        prepare.main([*command, "--vocab_size=400"])
+        (tmp_path / "made").rename("pieces")
+    monkeypatch.setattr(token_files, "prepare", None)
+    with pytest.raises((ValueError, OSError), match=told):
+        prepare.main([*command, *flags])
+    assert not (tmp_path / "made").exists()
+
+
+def test_training_by_bytes_says_that_a_folder_has_ids(tmp_path):
+    """Who leaves vocab_size out would train on bytes for hours."""
+    write_texts(tmp_path / "a.jsonl", TEXTS)
+    made = tmp_path / "made"
+    prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={made}", "--vocab_size=400"])
+    line = f"note: {made} has ids of 400 pieces, and this run reads bytes: set vocab_size=400 to "
+    assert any(x.startswith(line) for x in text.text(made).summary())
+    assert not any("note:" in x for x in text.text(made, vocab_size=400).summary())
 
 
 @pytest.mark.parametrize("name, line", [("a.jsonl", 250), ("b.jsonl", 1)])
@@ -424,9 +479,9 @@ def test_a_folder_with_its_source_or_anothers_files_stays(tmp_path, fails_in_one
     run = [f"--to={made}", "--quiet"]
     with fails_in_one_line(ValueError, "made holds the source .*new.jsonl: give another folder"):
         prepare.main([f"--data_dir={made / 'new.jsonl'}", *run])
-    write_texts(tmp_path / "b.jsonl", TEXTS[:50])
+    write_texts(tmp_path / "a.jsonl", TEXTS[:50])
     with fails_in_one_line(ValueError, "holds other files, such as new.jsonl: give a new folder"):
-        prepare.main([f"--data_dir={tmp_path / 'b.jsonl'}", *run])
+        prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", *run])
     with fails_in_one_line(ValueError, "lies in data_dir=.*: give a folder outside of it"):
         prepare.main([f"--data_dir={tmp_path}", *run])
     assert (made / "new.jsonl").is_file() and text.text(made).n_targets("train") > 0

@@ -251,6 +251,19 @@ def test_optimizer_and_steps_begin_anew(plain, tmp_path):
     assert longer["step"] == 14
 
 
+@pytest.mark.parametrize("first", ["plain", None])
+def test_a_begun_run_refuses_to_begin_with_other_weights(plain, tmp_path, first):
+    """It would go on from its own checkpoint, and the setting would change nothing."""
+    source = plain[0]
+    begin = {"init_from": source} if first else {}
+    run(tmp_path / "a", **begin, steps=2, eval_every=None)
+    began = f"those of {source}" if first else "weights of its own"
+    with pytest.raises(SettingError, match=f"^init_from=other: .* began with {began} and is at st"):
+        run(tmp_path / "a", init_from="other", steps=3, eval_every=None)
+    for settings in ({}, begin):  # the same again, or without it, goes on
+        assert run(tmp_path / "a", **settings, steps=3, eval_every=None)["step"] == 3
+
+
 def test_weights_of_another_model_or_vocabulary_are_refused(plain, tmp_path):
     source, _ = plain
     shapes = r"shape \(16, 8\) there and shape \(16, 9\) in this config: set init_from"

@@ -76,6 +76,9 @@ def test_the_store_has_what_is_kept_and_another_folder_goes_on_from_it(store, tm
     assert not [key for key in store if "/1/" in key]
     there = Checkpoints(tmp_path / "there", copies=ADDRESS)
     assert there.newest_whole() == 3 and there.steps() == [2, 3]
+    # Another run's copies would be gone on from as well.
+    (note,) = there.notes
+    assert note.endswith(f"goes on from the copies in checkpoint_copies={ADDRESS}, of steps 2, 3")
     found, _ = there.restore(3, STATE)
     jax.tree.map(np.testing.assert_array_equal, found, {n: x + 3 for n, x in STATE.items()})
     # The store is looked at by a folder alone that has no checkpoint.

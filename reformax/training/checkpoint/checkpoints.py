@@ -90,6 +90,12 @@ class Checkpoints(CheckpointReader):
         part = together.index, together.count
         if self._copies is not None and not together.broadcast(self.steps):
             self.notes += self._copies.fetch_all(self.folder)
+            if fetched := together.broadcast(self.steps):
+                self.notes.append(
+                    f"no checkpoint is in {self.folder}: the run goes on from the copies in "
+                    f"checkpoint_copies={self._copies.address}, of steps "
+                    f"{', '.join(map(str, fetched))}"
+                )
         for step in reversed(together.broadcast(self.steps)):
             listed = together.count > 1 and together.broadcast(partial(self._is_listed, step))
             harms = together.by_all(partial(self._harm_once_shown, step, part, listed))

@@ -197,11 +197,11 @@ class CheckpointReader:
             )
 
     def _entries(self) -> list[str]:
-        """Every name in the folder; none where there is no folder."""
+        """Every name in the folder; none where there is no folder, or a file in its place."""
         try:
             with durable.explaining("read", self.folder):
                 return os.listdir(self.folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if self.folder.is_symlink():
                 raise OSError(
                     f"{self.folder} is a link to a folder that is not there: mount its disk"
