@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import dense, flash, gated_delta, linear, lsh, shared_qk
+from reformax.ops import dense, flash, gated_delta, hca, linear, lsh, shared_qk
 from reformax.ops.base import Dims
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import changed
@@ -273,6 +273,10 @@ def test_computes_in_the_dtype_of_its_input(row):
         ),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
         (dict(next_value=True), "next_value is True with causal=False and op=dense(): a position"),
+        (
+            dict(op=hca.hca(rotary_features=2), use_rotary=True),
+            "use_rotary is True and hca(rotary_features=2) rotates queries and keys by itself",
+        ),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )

@@ -63,8 +63,10 @@ class ArrayCalls:
             to say so. Arrays must be finite at padding. Queries and keys are of one length. Within
             `jax.jit` a number out of range is clipped.
           mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
-            segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
-            algorithm with `bias`; an axis of size 1 is broadcast.
+            segment ids, by which the hidden keys are padding. An algorithm that takes two
+            sequences, by `cross`, hides no query by it; boolean `segment_ids` make rows of padding
+            zeros. `[B, N, T, S]` is of pairs, for an algorithm with `bias`; an axis of size 1 is
+            broadcast.
           bias: added to the logits after they are scaled; an axis of size 1 is broadcast.
           dropout: the rate at which attention weights are dropped.
           dropout_rate: refused above 0. flax's modules pass it, and an rng by another name;
