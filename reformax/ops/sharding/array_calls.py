@@ -58,7 +58,8 @@ class ArrayCalls:
           v: values, of as many heads as the keys.
           causal: whether a position sees only itself and what came before it.
           segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
-            that each row is one segment besides its padding.
+            that each row is one segment besides its padding, number 1 where the other array of a
+            pair has ids.
           lengths: the number of tokens of each row, which padding follows: the cheapest way
             to say so. Arrays must be finite at padding. Queries and keys are of one length. Within
             `jax.jit` a number out of range is clipped.
