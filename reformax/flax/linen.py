@@ -89,8 +89,9 @@ class Attention(nn.Module):
         Args:
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
-          mask: True or 1 where a key may be seen, False or 0 elsewhere.
-          segment_ids: ids of the tokens, as in `reformax.ops`.
+          mask: True or 1 where a key may be seen, False or 0 elsewhere: of keys, `[B, S]`, or
+            `[B, N, T, S]` with axes of 1 that are shared, see `reformax.flax`.
+          segment_ids: ids of the tokens `[B, T]`, or a pair, as in `reformax.ops`.
           positions: by which `use_rotary` rotates; None: 0 to T - 1.
           lengths: in decoding, the number of tokens of each row that are read; None: all.
           deterministic: whether nothing is dropped, and the algorithm uses its settings for

@@ -112,9 +112,7 @@ class Attention(nnx.Module):
         to = in_features if out_features is None else out_features
         self.out = nnx.LinearGeneral(heads, to, axis=(-2, -1), **options)
         self.op_params = _own_weights(op, sizes, max_length, rngs)
-        hashes = op.plan_needs == "rng"
-        stream = "attention" if hashes or "attention" in rngs else "dropout"
-        self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
+        self.rngs = _stream(op, dropout_rate, rngs)
         self.cache, self.max_decode_length = nnx.data(None), None
 
     def __call__(
@@ -133,8 +131,9 @@ class Attention(nnx.Module):
         Args:
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
-          mask: True or 1 where a key may be seen, False or 0 elsewhere.
-          segment_ids: ids of the tokens, as in `reformax.ops`.
+          mask: True or 1 where a key may be seen, False or 0 elsewhere: of keys, `[B, S]`, or
+            `[B, N, T, S]` with axes of 1 that are shared, see `reformax.flax`.
+          segment_ids: ids of the tokens `[B, T]`, or a pair, as in `reformax.ops`.
           positions: by which `use_rotary` rotates; None: 0 to T - 1.
           lengths: in decoding, the number of tokens of each row that are read; None: all.
           deterministic: overrides the module's; None: the module's. Decoding is deterministic.
@@ -215,6 +214,25 @@ def _projection(n_features: int, to: ExtraProjection, options: dict[str, Any]) -
         return layer
     heads, without_bias = (to.n_heads, to.size), options | {"use_bias": False}
     return nnx.Sequential(layer, nnx.LinearGeneral(first, heads, axis=(-2, -1), **without_bias))
+
+
+def _stream(op: AttentionOp, dropout_rate: float, rngs: nnx.Rngs) -> nnx.RngStream | None:
+    """The source of hashes and dropout; None: nothing is drawn.
+
+    Raises:
+      SettingError: there is none in `rngs`.
+    """
+    hashes = op.plan_needs == "rng"
+    if not hashes and dropout_rate <= 0.0:
+        return None
+    stream = "attention" if hashes or "attention" in rngs else "dropout"
+    if stream not in rngs and "default" not in rngs:
+        why = f"{op.name} draws hashes" if hashes else f"dropout_rate is {dropout_rate}"
+        raise SettingError(
+            f"rngs has no stream {stream!r}, and {why}: give one, as in nnx.Rngs(params=0, "
+            f"{stream}=1)"
+        )
+    return getattr(rngs, stream).fork()
 
 
 def _size_of_memory(op: AttentionOp, in_features: int, in_kv_features: int | None) -> int:
