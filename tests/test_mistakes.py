@@ -300,11 +300,11 @@ def test_of_flags_that_are_no_inputs_the_last_counts():
         (errno.ENAMETOOLONG, "a 'b'/c cannot be used (File name too long): give a shorter name"),
     ],
 )
-def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, monkeypatch, capsys):
+def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, call):
     def main():
         raise OSError(number, os.strerror(number), "a 'b'/c")
 
-    code, _, err = call(main, monkeypatch, capsys)
+    code, _, err = call(main)
     assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
 
 

@@ -6,6 +6,7 @@ A module has `op`, `causal`, `use_rotary`, `rotary_base`, `dropout_rate`, `max_d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -14,14 +15,19 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.buffers import Buffer
-from reformax.declared import Called, SettingError, Size, Unsupported, check, checked
+from reformax.declared import Called, Rate, SettingError, Size, Unsupported, check, checked
 from reformax.flax import nan_unless_mask, seen
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.arrays import check_floats, check_lengths
-from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
+from reformax.ops.numerics.rotary import (
+    RotaryAngles,
+    RotaryBase,
+    checked_positions,
+    rotary,
+)
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
@@ -45,24 +51,44 @@ class DecodingCache(NamedTuple):
 @checked
 def sizes_of(
     op: Op,
+    *,
     num_heads: Size,
-    features: Size,
-    num_kv_heads: Size | None = None,
-    num_qk_heads: Size | None = None,
+    in_features: Size,
+    qkv_features: Size | None,
+    out_features: Size | None,
+    num_kv_heads: Size | None,
+    num_qk_heads: Size | None,
+    use_rotary: bool,
+    rotary_base: RotaryBase,
+    dropout_rate: Rate,
     length: Size = 1,
 ) -> Dims:
-    """The sizes of a module.
+    """The sizes of a module, whose arguments these are.
 
     Raises:
-      SettingError: an argument of another type or out of range.
+      SettingError: an argument of another type, out of range, or without an effect.
       ValueError: features that the heads do not divide, heads that fewer ones do not divide.
       NotImplementedError: fewer heads, for an algorithm that makes its keys of the queries.
     """
+    features = in_features if qkv_features is None else qkv_features
     if features % num_heads:
         raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
     heads = dict(num_kv_heads=num_kv_heads, num_qk_heads=num_qk_heads)
     check_heads(op, num_heads=num_heads, **heads)
     size = features // num_heads
+    if use_rotary and op.rotates:
+        raise SettingError(
+            f"use_rotary is True and {op} rotates queries and keys by itself: leave one out"
+        )
+    if use_rotary and size < 2:
+        raise SettingError(
+            f"use_rotary is True and qkv_features {features}, {size} a head: expected 2 at least, "
+            "for a pair of features"
+        )
+    if not use_rotary and rotary_base != RotaryAngles().base:
+        raise SettingError(
+            f"rotary_base is {rotary_base} and use_rotary is False: set use_rotary=True"
+        )
     return Dims(num_heads, size, size, length, num_kv_heads, num_qk_heads)
 
 
@@ -103,7 +129,6 @@ def _heads_of(
 ) -> Heads:
     """The projections by what the algorithm calls them, rotated by positions with `use_rotary`."""
     if module.use_rotary:
-        check("rotary_base", module.rotary_base, RotaryBase)
         angles = RotaryAngles(base=module.rotary_base)
         projected = {
             name: rotary(x, positions, angles=angles) if projections[name].rotated else x
@@ -121,17 +146,22 @@ def source_of(
     inputs_kv: Float[Array, "B S E"] | None,
     use_rotary: bool,
     decodes: bool,
+    features: Sequence[int | str] = ("features", "features"),
 ) -> Float[Array, "B S E"]:
     """The array that keys and values are projected from.
 
+    `features` are the sizes of both inputs, where they are known.
+
     Raises:
-      ValueError: what is no array of floats, or another batch.
+      ValueError: what is no array of floats, another batch or another size.
       NotImplementedError: the algorithm cannot attend to it, or positions are rotated.
     """
-    check_floats("inputs_q", inputs_q, "batch", "length", "features")
+    check_floats("inputs_q", inputs_q, "batch", "length", features[0])
     if inputs_kv is None:
+        if features[0] != features[1]:
+            raise ValueError(f"inputs_kv is None: expected [batch, length, {features[1]}]")
         return inputs_q
-    check_floats("inputs_kv", inputs_kv, len(inputs_q), "length", "features")
+    check_floats("inputs_kv", inputs_kv, len(inputs_q), "length", features[1])
     if not op.cross:
         raise NotImplementedError(
             f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "
@@ -158,7 +188,9 @@ def attend(
     """Attention of a module that does not decode; arguments are those of its call.
 
     Raises:
-      Unsupported: an argument that only decoding or rotations would read.
+      ValueError: positions of another shape.
+      Unsupported: an argument that only decoding or rotations would read, or a rate of dropout
+        for an algorithm without weights.
     """
     if positions is not None and not module.use_rotary:
         raise Unsupported("positions is given and use_rotary is False: set use_rotary=True")
@@ -166,8 +198,14 @@ def attend(
         raise Unsupported("lengths is given, but the module does not decode: give a mask of keys")
     if positions is None:
         positions = jnp.arange(projected["query"].shape[1])[None]
+    positions = checked_positions("positions", positions, projected["query"])
     *qkv, extra_projections = _heads_of(module, projected, projections, positions)
     rate = 0.0 if deterministic else module.dropout_rate
+    if rate > 0.0 and not module.op.dropout:
+        raise Unsupported(
+            f"dropout_rate is {rate}, but {module.op.name} makes no attention weights to drop: set "
+            "it to 0"
+        )
     attended = module.op(
         *qkv,
         causal=module.causal,

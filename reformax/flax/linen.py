@@ -54,7 +54,7 @@ class Attention(nn.Module):
       dropout_rate: the rate at which attention weights are dropped.
       use_bias: whether the projections have biases.
       dtype: of the arithmetic; None: that of the input and weights.
-      param_dtype: of the weights.
+      param_dtype: of the projections' weights; the algorithm's own are float32.
     """
 
     op: AttentionOp
@@ -89,8 +89,9 @@ class Attention(nn.Module):
         Args:
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
-          mask: True or 1 where a key may be seen, False or 0 elsewhere.
-          segment_ids: ids of the tokens, as in `reformax.ops`.
+          mask: True or 1 where a key may be seen, False or 0 elsewhere: of keys, `[B, S]`, or
+            `[B, N, T, S]` with axes of 1 that are shared, see `reformax.flax`.
+          segment_ids: ids of the tokens `[B, T]`, or a pair, as in `reformax.ops`.
           positions: by which `use_rotary` rotates; None: 0 to T - 1.
           lengths: in decoding, the number of tokens of each row that are read; None: all.
           deterministic: whether nothing is dropped, and the algorithm uses its settings for
@@ -103,9 +104,11 @@ class Attention(nn.Module):
         """
         decodes = self.max_decode_length is not None and not self.is_initializing()
         across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
-        n_features = self.qkv_features or inputs_q.shape[-1]
-        fewer = self.num_kv_heads, self.num_qk_heads
-        sizes = sizes_of(self.op, self.num_heads, n_features, *fewer, inputs_q.shape[1])
+        names = "num_heads", "qkv_features", "out_features", "num_kv_heads", "num_qk_heads"
+        names += "use_rotary", "rotary_base", "dropout_rate"
+        given = {name: getattr(self, name) for name in names}
+        _, length, d_model = inputs_q.shape
+        sizes = sizes_of(self.op, in_features=d_model, length=length, **given)
         options = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
         projections = projections_of(self.op, sizes)
         projected = {
@@ -113,7 +116,7 @@ class Attention(nn.Module):
             for name, to in projections.items()
         }
         params = self._op_params(sizes)
-        features = self.out_features or inputs_q.shape[-1]
+        features = d_model if self.out_features is None else self.out_features
         out = nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)
         if self.max_decode_length is not None:
             check_decodes(self.op, self.causal, self.max_decode_length)

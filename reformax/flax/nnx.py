@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from reformax.declared import SettingError
+from reformax.declared import SettingError, Size, Unsupported, check
 from reformax.flax.heads import (
     attend,
     check_decodes,
@@ -49,12 +49,12 @@ class Attention(nnx.Module):
       use_rotary: whether queries and keys are rotated by their position (Su et al. 2021).
       rotary_base: the longest wavelength of these rotations is `2 pi rotary_base`.
       max_length: the longest sequence, for an algorithm whose own weights depend on it, such as
-        `linformer`; None for others.
+        `linformer`; others do not read it.
       dropout_rate: the rate at which attention weights are dropped.
       deterministic: as `eval()` sets it.
       use_bias: whether the projections have biases.
       dtype: of the arithmetic; None: that of the input and weights.
-      param_dtype: of the weights.
+      param_dtype: of the projections' weights; the algorithm's own are float32.
       rngs: of the weights; hashes and dropout are drawn from its stream "attention". Without one,
         an algorithm that draws no hashes drops by the stream "dropout".
     """
@@ -82,11 +82,21 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         sizes = sizes_of(
-            *(op, num_heads, qkv_features or in_features),
-            *(num_kv_heads, num_qk_heads, max_length or 1),
+            op,
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+            num_kv_heads=num_kv_heads,
+            num_qk_heads=num_qk_heads,
+            use_rotary=use_rotary,
+            rotary_base=rotary_base,
+            dropout_rate=dropout_rate,
+            length=check("max_length", max_length, Size | None) or 1,
         )
         options = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        across = in_kv_features or in_features
+        across = _size_of_memory(op, in_features, in_kv_features)
+        self._features = in_features, across
         self.op, self.causal = op, causal
         self.use_rotary, self.rotary_base = use_rotary, rotary_base
         self.dropout_rate, self.deterministic = dropout_rate, deterministic
@@ -99,11 +109,10 @@ class Attention(nnx.Module):
         self.key = layers.pop("key", None)
         self.extra_projections = nnx.Dict(layers)
         heads = sizes.n_heads, sizes.d_v
-        self.out = nnx.LinearGeneral(heads, out_features or in_features, axis=(-2, -1), **options)
+        to = in_features if out_features is None else out_features
+        self.out = nnx.LinearGeneral(heads, to, axis=(-2, -1), **options)
         self.op_params = _own_weights(op, sizes, max_length, rngs)
-        hashes = op.plan_needs == "rng"
-        stream = "attention" if hashes or "attention" in rngs else "dropout"
-        self.rngs = getattr(rngs, stream).fork() if hashes or dropout_rate > 0.0 else None
+        self.rngs = _stream(op, dropout_rate, rngs)
         self.cache, self.max_decode_length = nnx.data(None), None
 
     def __call__(
@@ -122,8 +131,9 @@ class Attention(nnx.Module):
         Args:
           inputs_q: what queries are made of.
           inputs_kv: what keys and values are made of, for an algorithm that attends across.
-          mask: True or 1 where a key may be seen, False or 0 elsewhere.
-          segment_ids: ids of the tokens, as in `reformax.ops`.
+          mask: True or 1 where a key may be seen, False or 0 elsewhere: of keys, `[B, S]`, or
+            `[B, N, T, S]` with axes of 1 that are shared, see `reformax.flax`.
+          segment_ids: ids of the tokens `[B, T]`, or a pair, as in `reformax.ops`.
           positions: by which `use_rotary` rotates; None: 0 to T - 1.
           lengths: in decoding, the number of tokens of each row that are read; None: all.
           deterministic: overrides the module's; None: the module's. Decoding is deterministic.
@@ -134,7 +144,8 @@ class Attention(nnx.Module):
           NotImplementedError: the algorithm cannot honour the mask, attend across, or decode.
         """
         decodes = self.cache is not None
-        across = source_of(self.op, inputs_q, inputs_kv, self.use_rotary, decodes)
+        both = self.op, inputs_q, inputs_kv
+        across = source_of(*both, self.use_rotary, decodes, self._features)
         layers = dict(query=self.query, key=self.key, value=self.value, **self.extra_projections)
         projections = projections_of(self.op, self._sizes)
         projected = {
@@ -180,8 +191,19 @@ class Attention(nnx.Module):
             self.deterministic = deterministic
 
     def draw(self, rate: float) -> Array | None:
-        """The source of hashes and dropout."""
-        return self.rngs() if rate > 0.0 or self.op.plan_needs == "rng" else None
+        """The source of hashes and dropout.
+
+        Raises:
+          SettingError: dropout was set after the module was made without.
+        """
+        if rate <= 0.0 and self.op.plan_needs != "rng":
+            return None
+        if self.rngs is None:
+            raise SettingError(
+                f"dropout_rate is {rate} and the module was made without dropout, so it has no "
+                "rngs: give the rate to Attention(...)"
+            )
+        return self.rngs()
 
 
 def _projection(n_features: int, to: ExtraProjection, options: dict[str, Any]) -> nnx.Module:
@@ -194,20 +216,55 @@ def _projection(n_features: int, to: ExtraProjection, options: dict[str, Any]) -
     return nnx.Sequential(layer, nnx.LinearGeneral(first, heads, axis=(-2, -1), **without_bias))
 
 
+def _stream(op: AttentionOp, dropout_rate: float, rngs: nnx.Rngs) -> nnx.RngStream | None:
+    """The source of hashes and dropout; None: nothing is drawn.
+
+    Raises:
+      SettingError: there is none in `rngs`.
+    """
+    hashes = op.plan_needs == "rng"
+    if not hashes and dropout_rate <= 0.0:
+        return None
+    stream = "attention" if hashes or "attention" in rngs else "dropout"
+    if stream not in rngs and "default" not in rngs:
+        why = f"{op.name} draws hashes" if hashes else f"dropout_rate is {dropout_rate}"
+        raise SettingError(
+            f"rngs has no stream {stream!r}, and {why}: give one, as in nnx.Rngs(params=0, "
+            f"{stream}=1)"
+        )
+    return getattr(rngs, stream).fork()
+
+
+def _size_of_memory(op: AttentionOp, in_features: int, in_kv_features: int | None) -> int:
+    """The size of the input of keys and values.
+
+    Raises:
+      SettingError: it is out of range, or the algorithm reads no other input.
+    """
+    if in_kv_features is None:
+        return in_features
+    if not op.cross:
+        raise Unsupported(
+            f"in_kv_features is {in_kv_features}, but {op.name} attends within one sequence: use "
+            "an op whose cross is True"
+        )
+    return check("in_kv_features", in_kv_features, Size)
+
+
 def _own_weights(op: AttentionOp, sizes: Dims, max_length: int | None, rngs: nnx.Rngs) -> Any:
     """The algorithm's own weights, `()` if it has none.
 
     Raises:
       SettingError: weights that depend on the length, which is not given.
     """
-    shapes = shapes_of_weights(op, sizes)
-    if not jax.tree.leaves(shapes):
-        return ()
-    longer = shapes_of_weights(op, sizes._replace(length=4 * sizes.length + 64))
-    if max_length is None and jax.tree.leaves(longer) != jax.tree.leaves(shapes):
+    shapes = jax.tree.leaves(shapes_of_weights(op, sizes))
+    longer = jax.tree.leaves(shapes_of_weights(op, sizes._replace(length=4 * sizes.length + 64)))
+    if max_length is None and longer != shapes:
         raise SettingError(
             f"max_length is None: {op.name} has weights of each position, give the longest length"
         )
+    if not shapes:
+        return ()
     return nnx.data(jax.tree.map(nnx.Param, op.init(rngs.params(), sizes)))
 
 

@@ -55,8 +55,8 @@ class Attention(AttentionDecoding, PlannedAttention):
 
     Raises:
       SettingError: `next_value` with an algorithm by which a position sees itself, `position_bias`
-        with one that adds no bias, a grid without `use_rotary` or of more axes than heads have
-        pairs of features, besides what `MultiHead` refuses.
+        with one that adds no bias, `use_rotary` with one that rotates, a grid without `use_rotary`
+        or of more axes than heads have pairs of features, besides what `MultiHead` refuses.
     """
 
     causal: bool = False
@@ -89,6 +89,11 @@ class Attention(AttentionDecoding, PlannedAttention):
             raise SettingError(
                 f"rotary_grid is {tuple(self.rotary_grid)} and use_rotary is False: set "
                 "use_rotary=True or leave the grid out"
+            )
+        if self.use_rotary and self.op.rotates:
+            raise SettingError(
+                f"use_rotary is True and {self.op} rotates queries and keys by itself: set "
+                "use_rotary=False, in a model rotary_layers or pos_type='rotary_local'"
             )
         if self.use_rotary and self.d_qk < 2:
             raise SettingError(

@@ -29,8 +29,8 @@ class CrossAttention(PlannedAttention):
 
     Vaswani et al. 2017, sec. 3.2.3. The algorithm must have `cross`. An algorithm that
     shares queries and keys has no keys for a memory. One that chunks a sequence as it is relies on
-    neighbours, and two sequences have none. Positions are not rotated. Weights and
-    arguments are those of `MultiHead`.
+    neighbours, and two sequences have none. Positions are not rotated. If only one of the two has
+    segments, they and the other see each other. Weights and arguments are those of `MultiHead`.
 
     Raises:
       NotImplementedError: an algorithm that attends within one sequence.

@@ -74,8 +74,8 @@ class AttentionOp(ArrayCalls, LogitOptions):
     * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
 
     Attributes:
-      shared_qk: one projection serves as query and, length-normalised, as key. Layers then make no
-        keys.
+      shared_qk: one projection serves as query and, length-normalised to sqrt(H), as key. Layers
+        then make no keys.
       causality: the values of `causal` that a call may have: "either", "only" True (it cannot show
         the future) or "never" True (it cannot hide it). Calls are checked by it.
       cross: queries and keys may come from different sequences, as `CrossAttention` needs.
@@ -93,6 +93,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
       shards: what devices may have a part of: () nothing, "heads", "key heads" (heads in whole
         groups that share keys), "sequence", or "queries", whose keys the op gathers
         (`sharding.queries`). Of the last two a `Shard` names the axis.
+      rotates: it rotates queries and keys by their positions. Layers with `use_rotary` refuse it.
       gated: it gates its own output. Models with `attention_gate` add no second gate.
       chooses_keys: it is one softmax over keys that its plan chooses, with a `kept_mass`.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
@@ -108,6 +109,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
     packed: ClassVar[bool] = True
     local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
+    rotates = False  # an option of some
     gated = False  # an option of some recurrences
     attend_self_if_alone = True  # an option of some
     reuses = False
@@ -240,7 +242,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
     def keys_of(
         self, q: Float[Array, "B T N H"], k: Float[Array, "B S G H"] | None
     ) -> Float[Array, "B S _ H"]:
-        """The keys: with `shared_qk` the queries, length-normalised."""
+        """The keys: with `shared_qk` the queries, length-normalised to sqrt(H)."""
         return length_normalize(q) if self.shared_qk else k
 
     @final

@@ -2,7 +2,7 @@
 
 Yang et al. 2024 ("Gated Delta Networks", eq. 10):
 
-    S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t
+    S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t / sqrt(H)
 
 with queries and keys of length 1, `b_t = sigmoid(beta_t)` and `a_t = sigmoid(keep_t - bias)^rate`,
 which is Mamba 2's `exp(-rate softplus(bias - keep_t))`. The output of each head is normalised. The

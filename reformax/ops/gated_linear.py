@@ -1,9 +1,9 @@
 """Gated linear attention: the state decays by feature, at rates that depend on the input.
 
 Yang et al. 2023 ("Gated Linear Attention Transformers", eq. 3-4 and sec. 4.4):
-`S_t = diag(a_t) S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`, with `a_t = sigmoid(gate_t + b)^(1/16)`.
-The output of each head is normalised and gated. The paper projects `gate` through 16 numbers (sec.
-4.4), which is `gate_rank=16`.
+`S_t = diag(a_t) S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t / sqrt(H)`, with
+`a_t = sigmoid(gate_t + b)^(1/16)`. The output of each head is normalised and gated. The paper
+projects `gate` through 16 numbers (sec. 4.4), which is `gate_rank=16`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class hca(Compressed, AttentionOp):
       share_kv: whether a summary is key and value at once.
       rotary_features: the first features of a head that the op rotates, of queries, of keys at
         their positions and of summaries at the first position of their block; with `share_kv` also
-        of values, and of the output by the inverse. Leave the layer's rotations out then. With 0
+        of values, and of the output by the inverse. Layers with `use_rotary` refuse that. With 0
         the op rotates nothing, and a layer that rotates keys rotates what their summaries are of,
         but not what `share_kv` has.
       rotary_base: of these rotations, see `ops.numerics.rotary.RotaryAngles`.

@@ -2,7 +2,7 @@
 
 Zhang et al. 2025 (Kimi Team, "Kimi Linear", arXiv 2510.26692, eq. 1 and sec. 4):
 
-    S_t = (1 - b_t k_t k_t^T) diag(a_t) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t
+    S_t = (1 - b_t k_t k_t^T) diag(a_t) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t / sqrt(H)
 
 with queries and keys of length 1, `b_t = sigmoid(beta_t)` and `a_t = exp(-rate softplus(forget_t +
 bias))`, a number for each feature. `gated_delta` has one for each head. The output of each head is

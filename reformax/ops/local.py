@@ -152,6 +152,10 @@ class local(RingDecoding, AttentionOp):
         return out, add_all_to_ring(cache, *new, call.position, call.lengths), ()
 
     def _check(self) -> None:
+        if self.pad_chunks > 1 and not self.wrap:
+            raise SettingError(
+                f"pad_chunks is {self.pad_chunks} and wrap is False: set wrap=True or leave it out"
+            )
         if self.wrap and self.window is not None:
             raise SettingError(f"wrap is True and window is {self.window}: leave one out")
         if self._chunks_reached > self.n_chunks_before:

@@ -163,6 +163,10 @@ class lsh(AttentionOp):
         return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
 
     def _check(self) -> None:
+        if self.pad_chunks > 1 and not self.wrap:
+            raise SettingError(
+                f"pad_chunks is {self.pad_chunks} and wrap is False: set wrap=True or leave it out"
+            )
         if self.wrap and self.count_once:
             raise SettingError("wrap is True and count_once is True: set count_once=False")
         factors = self._hashing.factors

@@ -1,8 +1,8 @@
 """Retention: linear attention whose state decays at a fixed rate for each head.
 
-Sun et al. 2023 ("Retentive Network", eq. 5-8): `S_t = g S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`,
-with `g = 1 - 2^(-5 - h)` for head h. The output of each head is normalised, and gated by a
-projection of the layer's input. The paper uses rotary positions (eq. 3).
+Sun et al. 2023 ("Retentive Network", eq. 5-8): `S_t = g S_{t-1} + k_t v_t^T` and
+`out_t = S_t^T q_t / sqrt(H)`, with `g = 1 - 2^(-5 - h)` for head h. The output of each head is
+normalised, and gated by a projection of the layer's input. The paper uses rotary positions (eq. 3).
 """
 
 from __future__ import annotations

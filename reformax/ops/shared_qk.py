@@ -3,6 +3,9 @@
 One projection makes queries and keys, so that locality-sensitive hashing can put a query and the
 keys it needs into one bucket. A position would then always prefer itself. It therefore attends to
 itself only if it sees nothing else.
+
+Keys have the length sqrt(H). Logits, which are divided by sqrt(H) as everywhere, are then products
+of queries with vectors of length 1.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from reformax.ops import (
     gated_delta,
     gated_linear,
     hash_sparse,
+    hca,
     kda,
     linear,
     linformer,
@@ -236,6 +237,20 @@ def test_what_a_module_refuses():
             dict(num_qk_heads=1, num_kv_heads=1),
             "num_qk_heads is 1 and num_kv_heads 1: leave one out",
         ),
+        (flash.flash(), dict(qkv_features=0), "qkv_features is 0: expected at least 1"),
+        (flash.flash(), dict(out_features=0), "out_features is 0: expected at least 1"),
+        (flash.flash(), dict(dropout_rate=1.0), "dropout_rate is 1.0: expected a rate in"),
+        (
+            flash.flash(),
+            dict(num_heads=8, use_rotary=True),
+            "use_rotary is True and qkv_features 8, 1 a head: expected 2 at least",
+        ),
+        (flash.flash(), dict(rotary_base=5e5), "rotary_base is 500000.0 and use_rotary is False"),
+        (
+            hca.hca(rotary_features=2),
+            dict(use_rotary=True),
+            "use_rotary is True and hca.rotary_features=2. rotates queries and keys by itself",
+        ),
     ):
         options = dict(num_heads=2) | options
         with pytest.raises(SettingError, match=message):
@@ -244,9 +259,9 @@ def test_what_a_module_refuses():
             our_nnx.Attention(op, in_features=8, **options, rngs=nnx.Rngs(0))
     for inputs, message in (
         ([X.tolist()], r"inputs_q is \[\[\["),
-        ([X[0]], r"inputs_q has shape .12, 8.: expected .batch, length, features"),
+        ([X[0]], r"inputs_q has shape .12, 8.: expected .batch, length, (8|features)"),
         ([X.astype(int)], "inputs_q has dtype int.*: expected floats"),
-        ([X, X[:1]], r"inputs_kv has shape .1, 12, 8.: expected .2, length, features"),
+        ([X, X[:1]], r"inputs_kv has shape .1, 12, 8.: expected .2, length, (8|features)"),
         ([X, X.tolist()], r"inputs_kv is \[\[\["),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -258,8 +273,37 @@ def test_what_a_module_refuses():
         turned.init(jax.random.key(0), X, X)
     with pytest.raises(SettingError, match="rotary_base is 0: expected a number above 1"):
         turned.clone(rotary_base=0).init(jax.random.key(0), X)
-    with pytest.raises(SettingError, match="max_length is None: linformer has weights of each pos"):
-        our_nnx.Attention(linformer.linformer(), 2, 8, rngs=nnx.Rngs(0))
+    for shape in ((3, 12), (2, 1, 12), (2, 11)):
+        with pytest.raises(ValueError, match="positions has shape .*: expected .batch, length., "):
+            turned.init(jax.random.key(0), X, positions=jnp.zeros(shape, int))
+    drops = linen.Attention(kda.kda(), 2, causal=True, dropout_rate=0.5)
+    with pytest.raises(NotImplementedError, match="^dropout_rate is 0.5, but kda makes no attent"):
+        drops.init(jax.random.key(0), X)
+
+
+def test_what_a_module_of_nnx_refuses():
+    for op, options, message in (
+        (linformer.linformer(), {}, "max_length is None: linformer has weights of each position"),
+        (linformer.linformer(), dict(max_length=0), "max_length is 0: expected at least 1"),
+        (flash.flash(), dict(in_features=0), "in_features is 0: expected at least 1"),
+        (flash.flash(), dict(in_kv_features=0), "in_kv_features is 0: expected at least 1"),
+        (lsh.lsh(), dict(in_kv_features=5), "in_kv_features is 5, but lsh attends within one"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            our_nnx.Attention(op, 2, **dict(in_features=8) | options, rngs=nnx.Rngs(0))
+    across = our_nnx.Attention(flash.flash(), 2, 8, in_kv_features=5, rngs=nnx.Rngs(0))
+    for inputs, message in (
+        ([X], "inputs_kv is None: expected .batch, length, 5."),
+        ([X, X], "inputs_kv has shape .2, 12, 8.: expected .2, length, 5."),
+        ([X[..., :7]], "inputs_q has shape .2, 12, 7.: expected .batch, length, 8."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            across(*inputs)
+    assert across(X, X[..., :5]).shape == X.shape
+    without = our_nnx.Attention(flash.flash(), 2, 8, rngs=nnx.Rngs(0))
+    without.dropout_rate = 0.5
+    with pytest.raises(SettingError, match="dropout_rate is 0.5 and the module was made without"):
+        without(X)
 
 
 def pair(op, num_heads=2, x=X, *, max_length=None, **options):
@@ -576,7 +620,7 @@ def test_dropout_alone_draws_where_nothing_is_hashed():
         in_nnx = our_nnx.Attention(flash.flash(), 2, 8, dropout_rate=0.5, rngs=rngs)
         assert np.abs(in_nnx(X) - in_nnx(X)).max() > 1e-3
         assert our_nnx.Attention(flash.flash(), 2, 8, rngs=nnx.Rngs(params=0)).rngs is None
-    with pytest.raises(AttributeError, match="dropout"):
+    with pytest.raises(SettingError, match="no stream 'dropout', and dropout_rate is 0.5: give"):
         our_nnx.Attention(flash.flash(), 2, 8, dropout_rate=0.5, rngs=nnx.Rngs(params=0))
 
 
@@ -586,5 +630,5 @@ def test_hashes_are_drawn_from_their_own_stream():
     weights = module.init(jax.random.key(1), X)
     with pytest.raises(Exception, match='needs PRNG for "attention"'):
         module.apply(weights, X, rngs={"dropout": jax.random.key(1)})
-    with pytest.raises(AttributeError, match="attention"):
+    with pytest.raises(SettingError, match="no stream 'attention', and lsh draws hashes: give one"):
         our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(params=0, dropout=1))

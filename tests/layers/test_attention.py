@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import dense, flash, gated_delta, linear, lsh, shared_qk
+from reformax.ops import dense, flash, gated_delta, hca, linear, lsh, shared_qk
 from reformax.ops.base import Dims
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import changed
@@ -273,6 +273,10 @@ def test_computes_in_the_dtype_of_its_input(row):
         ),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
         (dict(next_value=True), "next_value is True with causal=False and op=dense(): a position"),
+        (
+            dict(op=hca.hca(rotary_features=2), use_rotary=True),
+            "use_rotary is True and hca(rotary_features=2) rotates queries and keys by itself",
+        ),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
@@ -299,6 +303,22 @@ def test_errors_of_use(options, mask, message):
         layer.apply(params, x, *(() if mask is None else (mask,)))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("of_memory", [False, True])
+def test_a_sequence_without_a_mask_meets_every_segment_of_the_other(of_memory):
+    """Not its first segment alone: padding is all that the mask hides."""
+    layer, x, memory = layers.CrossAttention(dense.dense(), **SIZES), numbers(), numbers(9, seed=1)
+    params = plain.init(layer, x.shape, memory.shape)
+    ids = np.array([[1, 1, 2, 2, 0, 3, 3, 3, 3], [7] * 8 + [0]], np.int32)
+    ids = ids if of_memory else np.pad(ids, ((0, 0), (0, 4)), mode="edge")
+    name, other = ("memory_mask", "mask") if of_memory else ("mask", "memory_mask")
+    everything = {other: np.ones((2, 13 if of_memory else 9), bool)}
+    given = {name: ids}, {name: ids} | everything, {name: ids > 0} | everything
+    found = [layer.apply(params, x, memory, **masks) for masks in given]
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[2])
+    assert np.abs(found[0] if of_memory else np.asarray(found[0])[ids == 3]).min() > 0
 
 
 @pytest.mark.parametrize("shape", [(2, 13, 4), (13, 8)])

@@ -147,9 +147,11 @@ def test_what_is_no_block(blocks):
         (X, None, "x has shape (2, 7, 8): expected [batch, length, heads, size]"),
         (X[:, :, None].tolist(), None, "x is [[[["),
         (X[:, :, None].astype(int), None, "x has dtype "),
-        (X[:, :, None], np.arange(5)[None], "position has shape (1, 5): expected (2, 7)"),
+        (X[:, :, None], np.arange(5)[None], "position has shape (1, 5): expected [batch, length]"),
+        (X[:, :, None], np.zeros((3, 7), int), "position has shape (3, 7): expected [batch, len"),
+        (X[:, :, None], np.zeros((2, 1, 7), int), "position has shape (2, 1, 7): expected [batch"),
     ],
-    ids=["without heads", "list", "integers", "positions"],
+    ids=["without heads", "list", "integers", "positions", "other rows", "another axis"],
 )
 def test_what_is_no_input_of_rotary(x, position, message):
     refused(message, layers.rotary, x, position)

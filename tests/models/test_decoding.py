@@ -53,6 +53,8 @@ REUSED = (
     dsa.dsa(**INDEXER, indexer=Indexer(n_local=2, group=2)),
     dsa.dsa(reuse=True),
 )
+# Summaries rotate by themselves.
+CHOICES = dict(attention_type=REUSED, n_layers=6, pos_type="rotary_local")
 MODELS = {
     "transformer, rotary": (TransformerLM, {}),
     "transformer, axial": (TransformerLM, AXIAL),
@@ -74,8 +76,8 @@ MODELS = {
     "reformer, sinusoidal": (ReformerLM, dict(attention_type=CYCLE, pos_type="sinusoidal")),
     "reformer, none": (ReformerLM, dict(attention_type=CYCLE, pos_type="none")),
     "reformer, one head of local keys": (ReformerLM, dict(attention_type=CYCLE, n_kv_heads=1)),
-    "transformer, a choice reused": (TransformerLM, dict(attention_type=REUSED, n_layers=6)),
-    "reformer, a choice reused": (ReformerLM, dict(attention_type=REUSED, n_layers=6)),
+    "transformer, a choice reused": (TransformerLM, CHOICES),
+    "reformer, a choice reused": (ReformerLM, CHOICES),
     "reformer, slots": (ReformerLM, SLOTS),
     "reformer, next values by hashing": (ReformerLM, SLOTS | dict(attention_type=STRICT_CYCLE)),
 }

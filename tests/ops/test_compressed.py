@@ -274,6 +274,7 @@ def test_chunks_of_queries_compute_the_same(op, monkeypatch):
     [
         (hca.hca, dict(window=100), "window is 100 and block_size 128: expected a window of at"),
         (csa.csa, dict(rotary_features=3), "rotary_features is 3: expected an even number"),
+        (hca.hca, dict(rotary_base=50.0), "rotary_base is 50.0 and rotary_features 0: set the f"),
         (csa.csa, dict(rotary_features=66), "rotary_features is 66 and d_index 64: expected"),
     ],
 )

@@ -94,6 +94,8 @@ SIZES = [
     (local.local, dict(chunk_len=4, window=6), "window is 6: expected at most 5"),
     (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
     (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (local.local, dict(pad_chunks=2), "pad_chunks is 2 and wrap is False: set wrap=True"),
+    (lsh.lsh, dict(pad_chunks=2), "pad_chunks is 2 and wrap is False: set wrap=True"),
     (dsa.dsa, dict(top_k=0), "top_k is 0: expected at least 1"),
     (dsa.dsa, dict(index_loss=-1.0), "index_loss is -1.0: expected a number of at least 0"),
     (hash_sparse.hash_sparse, dict(n_buckets=7), "n_buckets is 7: expected an even number"),

@@ -62,6 +62,15 @@ class Compressed(LearnedSinks):
             raise SettingError(
                 f"rotary_features is {self.rotary_features}: expected an even number, of pairs"
             )
+        if not self.rotates and self.rotary_base != RotaryAngles().base:
+            raise SettingError(
+                f"rotary_base is {self.rotary_base} and rotary_features 0: set the features that "
+                "are to be rotated"
+            )
+
+    @property
+    def rotates(self) -> bool:
+        return self.rotary_features > 0
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -78,7 +87,7 @@ class Compressed(LearnedSinks):
         n, found = dims.key_heads * self.n_series, {}
         for kind in self._kinds:
             # Rotated by the layer where it rotates keys, each at its own position.
-            rotated = kind == "k" and not self.rotary_features
+            rotated = kind == "k" and not self.rotates
             found[f"summary_{kind}"] = ExtraProjection(n, sizes[kind], rotated=rotated)
             found[f"gate_{kind}"] = ExtraProjection(n, sizes[kind])
         return found

@@ -70,12 +70,15 @@ def paired_segment_ids(
 ) -> Ids | None:
     """The pair of segment ids of two sequences, each given as (segments, x).
 
-    A sequence without segments is one segment. None: neither has segments.
+    None: neither has segments. If one has none, or booleans, it and all segments of the other see
+    each other.
     """
     found = [(tokens_of(segment_ids).segment_ids, x) for segment_ids, x in each]
     if all(ids is None for ids, _ in found):
         return None
-    return tuple(jnp.ones(x.shape[:2], bool) if ids is None else ids for ids, x in found)
+    if not any(says_one_segment(ids) for ids, _ in found):
+        return tuple(ids for ids, _ in found)
+    return tuple(jnp.ones(x.shape[:2], bool) if ids is None else is_token(ids) for ids, x in found)
 
 
 def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:

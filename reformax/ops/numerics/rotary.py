@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -204,15 +204,29 @@ def rotary(
     """
     check_floats("x", x, "batch", "length", "heads", "size")
     half = angles.n_pairs(x.shape[-1])
-    position = jnp.arange(x.shape[1])[None] if position is None else jnp.asarray(position)
-    if position.shape[-1:] != x.shape[1:2]:
-        raise ValueError(f"position has shape {position.shape}: expected {x.shape[:2]}, as x has")
+    position = jnp.arange(x.shape[1])[None] if position is None else position
+    position = checked_positions("position", position, x)
     angle = _grid_angles(position, grid, half) if grid else angles.of(position, half)
     angle = angle[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if angles.magnitude != 1.0:
         cos, sin = cos * angles.magnitude, sin * angles.magnitude
     return _rotate(x, (cos, sin))
+
+
+def checked_positions(name: str, positions: Any, x: Float[Array, "B T *d"]) -> Int[Array, "_ T"]:
+    """The positions of `x`, of each row or `[1, T]`, `[T]` of all rows, as an array.
+
+    Raises:
+      ValueError: they are of another shape.
+    """
+    positions = jnp.asarray(positions)
+    n_rows, length = x.shape[:2]
+    if positions.shape not in ((n_rows, length), (1, length), (length,)):
+        raise ValueError(
+            f"{name} has shape {positions.shape}: expected [batch, length], {(n_rows, length)}"
+        )
+    return positions
 
 
 @CustomDerivatives

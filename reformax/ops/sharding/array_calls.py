@@ -58,13 +58,16 @@ class ArrayCalls:
           v: values, of as many heads as the keys.
           causal: whether a position sees only itself and what came before it.
           segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
-            that each row is one segment besides its padding.
+            that each row is one segment besides its padding, number 1 where the other array of a
+            pair has ids.
           lengths: the number of tokens of each row, which padding follows: the cheapest way
             to say so. Arrays must be finite at padding. Queries and keys are of one length. Within
             `jax.jit` a number out of range is clipped.
           mask: True where a key may be seen. `[B, S]` is of keys, for every algorithm: it becomes
-            segment ids, by which the hidden keys are padding. `[B, N, T, S]` is of pairs, for an
-            algorithm with `bias`; an axis of size 1 is broadcast.
+            segment ids, by which the hidden keys are padding. An algorithm that takes two
+            sequences, by `cross`, hides no query by it; boolean `segment_ids` make rows of padding
+            zeros. `[B, N, T, S]` is of pairs, for an algorithm with `bias`; an axis of size 1 is
+            broadcast.
           bias: added to the logits after they are scaled; an axis of size 1 is broadcast.
           dropout: the rate at which attention weights are dropped.
           dropout_rate: refused above 0. flax's modules pass it, and an rng by another name;
