@@ -175,7 +175,7 @@ def rules() -> str:
 
     found = {attention.name: config(attention.name) for attention in every}
     others = ", ".join(
-        f"`{name}`: {file}" for name, file in found.items() if file not in (f"`{name}`", NO)
+        f"{file} for `{name}`" for name, file in found.items() if file not in (f"`{name}`", NO)
     )
     return (
         f"\n* **Cross-attention**, of two sequences: {named(lambda a: a.op.cross)}.\n"
@@ -184,8 +184,8 @@ def rules() -> str:
         f"Also by cuDNN: {named(lambda a: 'cuDNN' in kernels(a.make))}.\n"
         f"* **[Modules of flax](own_flax_model.md)**: "
         f"{all_but(lambda a: in_flax(a.op) == YES)}.\n"
-        f"* **Example**: the gin file of its name, or of {others}. "
-        f"There is none of {named(lambda a: found[a.name] == NO)}.\n"
+        f"* **Example**: the gin file of its name, but {others}, "
+        f"none for {named(lambda a: found[a.name] == NO)}.\n"
     )
 
 
