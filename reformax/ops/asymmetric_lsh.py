@@ -29,7 +29,7 @@ from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, Interpret, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, SharedByBatch, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.sorted_order import (
     arange_last,
@@ -89,9 +89,9 @@ class SortedByHash(AttentionOp):
     _hashing: QueryKeyHash
     _chunks: ChunkSizes
 
-    def _choose_kernels(self, call: Call, q: Array, k: Array, v: Array | None = None) -> Interpret:
-        """`choose_kernels` of a call, whose values may not be known yet."""
-        return choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits))
+    def _choose_impl(self, call: Call, q: Array, k: Array, v: Array | None = None) -> str:
+        """`choose_impl` of a call, whose values may not be known yet."""
+        return choose_impl(self.impl, pallas=kernel_obstacles(q, k, v, call.logits))
 
     def _plan(self, call, params, q, k) -> Order | None:
         """The orders of queries and of keys by each hash; None where one chunk has every key."""
@@ -110,7 +110,7 @@ class SortedByHash(AttentionOp):
             sort_by_bucket(x, codes.n_codes, *masks).query_positions for x in codes[:2]
         )
         order = Order(queries, key_positions=keys)
-        return order.for_kernels(self._choose_kernels(call, q, k), self.count_once, two_orders=True)
+        return order.for_impl(self._choose_impl(call, q, k), self.count_once, two_orders=True)
 
     def _apply(self, call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """Softmax attention over the chunks of all orders (`lsh` says which keys are seen)."""
@@ -129,9 +129,9 @@ class SortedByHash(AttentionOp):
             n_tokens = None
             options |= dict(n_keys=k.shape[1], ratio=_ratio(q.shape[1], k.shape[1]))
             chunks = Chunking.of(call, q.shape[1], *self._chunks, **options)
-        interpret = self._choose_kernels(call, q, k, v)
+        impl = self._choose_impl(call, q, k, v)
         masks = segment_ids, call.seed
-        return chunked_attention(q, k, v, chunks, plan, *masks, interpret, n_tokens=n_tokens)
+        return chunked_attention(q, k, v, chunks, plan, *masks, impl, n_tokens=n_tokens)
 
     def _init_cache(self, call, params, q, k, v, plan) -> SortedCache:
         # A plan has no hashes.

@@ -14,8 +14,8 @@ Names of arguments and fields, where a docstring does not say more:
     causal, dropout, logits  as in `Call`
     mask                     which keys a query sees
     seed                     `softmax.dropout.seed_words`; None without dropout
-    interpret                whether kernels run in Pallas's interpreter, on any device, slowly;
-                             None, where it may be: array operations compute
+    impl                     the option, or the implementation that `choose_impl` takes for it
+    interpret                whether kernels run in Pallas's interpreter, on any device, slowly
     x, sizes, d_out          a function's arrays, its static settings, the gradient of its output
 
 Segment ids are integers, one for each token. A token sees the tokens of its own id. Id 0 is

@@ -33,7 +33,7 @@ from reformax.declared import Count, NonNegative, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KernelObstacles, choose_kernels
+from reformax.ops.calls.dispatch import KernelObstacles, choose_impl
 from reformax.ops.calls.heads import grouped
 from reformax.ops.compressing.attention import Summaries, in_kernels, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
@@ -197,8 +197,8 @@ class csa(IndexedChoice, Compressed, AttentionOp):
         side = Side(sharding.query_positions(call.shard, length), query_ids)
         sizes = "relu", self.index_dtype, self.block_size, min(self.top_k, keys.shape[1])
         arrays, packed = (queries, keys, side, of_blocks), call.segment_ids is not None
-        interpret = choose_kernels(self.impl, self._obstacles(call, q, k, None))
-        return best_blocks(*sizes, *arrays, interpret, packed)
+        impl = choose_impl(self.impl, pallas=self._obstacles(call, q, k, None))
+        return best_blocks(*sizes, *arrays, impl, packed)
 
     # Attention.
 

@@ -39,7 +39,7 @@ from reformax.ops.calls.dispatch import (
     KERNELS,
     MAX_GROUP,
     KernelObstacles,
-    choose_kernels,
+    choose_impl,
     compute_by,
     group_obstacles,
     kernel_obstacles,
@@ -205,9 +205,9 @@ class dsa(IndexedChoice, AttentionOp):
         queries = self._index_queries(params, q, position)
         queries, keys = lax.stop_gradient((queries, keys))
         settings = self.top_k, call.causal, call.length or n, call.rng
-        interpret = choose_kernels(self.impl, self._obstacles(call, q, k, None))
+        impl = choose_impl(self.impl, pallas=self._obstacles(call, q, k, None))
         indexed = Indexed(queries, keys, lax.stop_gradient(self._of_candidates(params)))
-        return self.indexer.choose(indexed, segment_ids, *settings, interpret, call.shard)
+        return self.indexer.choose(indexed, segment_ids, *settings, impl, call.shard)
 
     # Attention.
 

@@ -19,9 +19,9 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
+    INTERPRETED,
     KERNELS,
-    Interpret,
-    choose_kernels,
+    choose_impl,
     compute_by,
     kernel_obstacles,
 )
@@ -83,8 +83,9 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
         causal, dropout, shard, seed = call.causal, call.dropout, call.shard, call.seed
         ids = segment_pair(call.segment_ids)
         if shard is not None and shard.axis is not None:
-            interpret = choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits))
-            pieces = _FlashPieces(block_sizes, call.logits, dropout, interpret)
+            obstacles = kernel_obstacles(q, k, v, call.logits)
+            impl = choose_impl(self.impl, pallas=obstacles)
+            pieces = _FlashPieces(block_sizes, call.logits, dropout, impl)
             return ring.attend(pieces, causal, q, k, v, ids, shard.axis, seed)
 
         def in_arrays() -> Float[Array, "B T N V"]:
@@ -111,22 +112,23 @@ class _FlashPieces(NamedTuple):
     block_sizes: tuple[int | None, int | None]
     logits: Logits
     dropout: float
-    interpret: Interpret
+    impl: str
 
     def forward(self, causal, q, k, v, segment_ids, seed):
         x = BlockInputs(q, *repeat_heads(q, k, v), *segment_ids, seed)
-        if self.interpret is not None:
+        if self.impl != "xla":
             kernels, layout = block_kernels.kernels(), self._layout(causal, x)
-            return kernels.forward(layout, x, interpret=self.interpret)
+            return kernels.forward(layout, x, interpret=self.impl == INTERPRETED)
         tiling, every = self._tiles(causal, x)
         return tuple(tiles.forward(tiling, x, every.by_query))
 
     def backward(self, causal, q, k, v, segment_ids, seed, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         x = BlockInputs(q, k, v, *segment_ids, seed)
-        if self.interpret is not None:
+        if self.impl != "xla":
             kernels, layout = block_kernels.kernels(), self._layout(causal, x)
-            dq, *of_keys = kernels.backward(layout, x, results, d_out, interpret=self.interpret)
+            interpret = self.impl == INTERPRETED
+            dq, *of_keys = kernels.backward(layout, x, results, d_out, interpret=interpret)
         else:
             tiling, every = self._tiles(causal, x)
             found = tiles.backward(tiling, x, every.by_key, tiles.TiledResults(*results), d_out)

@@ -6,8 +6,6 @@ Time and memory are linear in the length. With `window` it is exact sliding-wind
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -16,8 +14,7 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
     KERNELS,
-    Interpret,
-    compute_by,
+    choose_impl,
     kernel_obstacles,
     mosaic_obstacles,
 )
@@ -181,18 +178,16 @@ class local(RingDecoding, AttentionOp):
             masks = dict(causal=True, window=window, lengths=call.lengths)
             return cudnn_attention(q, k, v, scale=scale, **masks)
 
-        in_chunks = functools.partial(self._in_chunks, call, q, k, v)
         arrays, options = (q, k, v, call.logits), dict(wrap=self.wrap)
-        not_for_mosaic = mosaic_obstacles(*arrays, **options, dropout=call.dropout)
-        return compute_by(
+        impl = choose_impl(
             self.impl,
-            in_chunks,
-            cudnn=(not_for_cudnn, in_cudnn),
-            pallas=(kernel_obstacles(*arrays, **options), in_chunks),
-            mosaic=(not_for_mosaic, functools.partial(in_chunks, False, True)),
+            cudnn=not_for_cudnn,
+            pallas=kernel_obstacles(*arrays, **options),
+            mosaic=mosaic_obstacles(*arrays, **options, dropout=call.dropout),
         )
+        return in_cudnn() if impl == "cudnn" else self._in_chunks(call, impl, q, k, v)
 
-    def _in_chunks(self, call: Call, q, k, v, interpret: Interpret = None, mosaic=False):
+    def _in_chunks(self, call: Call, impl: str, q, k, v):
         k, v = repeat_heads(q, k, v)
         sizes, (n_batch, length, n_heads) = self._chunks, q.shape[:3]
         order = self_weight = None
@@ -204,5 +199,5 @@ class local(RingDecoding, AttentionOp):
         options = dict(shared_qk=self.shared_qk, window=self.window)
         chunks = sizes.cut(call, length, circle=self.wrap, **options)
         masks = call.segment_ids, call.seed
-        others = interpret, self_weight, call.lengths, mosaic
+        others = impl, self_weight, call.lengths
         return chunked_attention(q, k, v, chunks, order, *masks, *others)

@@ -27,7 +27,7 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -134,9 +134,10 @@ class long_short(AttentionOp):
 
         sees_far_later = call.causal and self.rank > 0
         lacking = dict(dropout=call.dropout, causal=sees_far_later)
-        interpret = choose_kernels(self.impl, kernel_obstacles(q, k, v, call.logits, **lacking))
-        if interpret is not None:
-            return self._in_kernels(call, interpret, params, q, k, v)
+        obstacles = kernel_obstacles(q, k, v, call.logits, **lacking)
+        impl = choose_impl(self.impl, pallas=obstacles)
+        if impl != "xla":
+            return self._in_kernels(call, impl == INTERPRETED, params, q, k, v)
 
         @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
         def attend(params, q, k, v) -> Float[Array, "B T N V"]:

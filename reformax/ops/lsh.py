@@ -36,10 +36,10 @@ from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import (
+    INTERPRETED,
     KERNELS,
     MAX_TILE,
-    Interpret,
-    choose_kernels,
+    choose_impl,
     kernel_obstacles,
     mosaic_obstacles,
 )
@@ -187,14 +187,14 @@ class lsh(AttentionOp):
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
             )
 
-    def _choose_kernels(self, call: Call, q: Array, v: Array | None = None) -> Interpret:
-        """`choose_kernels` of a call, whose values may not be known yet."""
+    def _choose_impl(self, call: Call, q: Array, v: Array | None = None) -> str:
+        """`choose_impl` of a call, whose values may not be known yet."""
         arrays = q, None, v, call.logits
         refused = dict(wrap=self.wrap, self_score=self.self_score)
         by_mosaic = dict(dropout=call.dropout, strictly_causal=self.strictly_causal)
-        return choose_kernels(
+        return choose_impl(
             self.impl,
-            kernel_obstacles(*arrays, **refused),
+            pallas=kernel_obstacles(*arrays, **refused),
             mosaic=mosaic_obstacles(*arrays, **refused, **by_mosaic),
         )
 
@@ -224,7 +224,7 @@ class lsh(AttentionOp):
             return within_buckets(order, buckets, self.chunk_len * self.n_chunks_before)
         if self.wrap:
             order = circle.in_a_circle(order, self._chunks)
-        return order.for_kernels(self._choose_kernels(call, q), self.count_once)
+        return order.for_impl(self._choose_impl(call, q), self.count_once)
 
     def _apply(self, call, params, q, k, v, plan):
         """Softmax attention over the chunks of all hashes' orders."""
@@ -237,17 +237,15 @@ class lsh(AttentionOp):
             attend_self_if_alone=self.attend_self_if_alone,
             count_once=self.count_once,
         )
-        interpret = self._choose_kernels(call, q, v)
         self_weight = None
         if self.self_score is not None and plan is not None:
             self_weight = circle.self_weight(self.self_score, plan, self._chunks)
         arrays = q, k, v, chunking, plan, call.segment_ids, call.seed
         return chunked_attention(
             *arrays,
-            interpret=interpret,
+            impl=self._choose_impl(call, q, v),
             self_weight=self_weight,
             n_tokens=None if plan is None else n_sorted(call),
-            mosaic=self.impl == "mosaic",
         )
 
     def _init_cache(self, call, params, q, k, v, plan) -> LshCache:
@@ -271,11 +269,11 @@ class lsh(AttentionOp):
 
     def _step(self, call, params, q, k, v, cache: LshCache):
         """Attention of one more position of each row, and the cache with it."""
-        interpret = self._inserting(q, v, cache.order.shape[-1])
-        if interpret is None:
+        impl = self._impl_of_insert(q, v, cache.order.shape[-1])
+        if impl == "xla":
             found = self._insert(q, call.position, cache)
         else:
-            found = self._insert_in_kernel(interpret, q, call.position, cache)
+            found = self._insert_in_kernel(impl == INTERPRETED, q, call.position, cache)
         buckets, order, key, index, mask = found
 
         # One softmax over the positions that it sees in all hashes' orders, [B, N, R * M].
@@ -287,14 +285,14 @@ class lsh(AttentionOp):
         out, memory = add_and_attend(*given, **options)
         return out, LshCache(memory, buckets, order, cache.rotations)
 
-    def _inserting(self, q, v, capacity: int) -> Interpret:
-        """`choose_kernels` of `_insert`; no kernel joins the hashes' chunks to a circle."""
+    def _impl_of_insert(self, q, v, capacity: int) -> str:
+        """`choose_impl` of `_insert`; no kernel joins the hashes' chunks to a circle."""
         if self.wrap:
-            return None
+            return "xla"
         found, n_slots = kernel_obstacles(q, None, v), self._n_in_reach(capacity)
         if n_slots > MAX_TILE:
             found = found._replace(chip=f"{n_slots:,} slots in reach, which is above {MAX_TILE:,}")
-        return choose_kernels(self._impl_of_others, found)
+        return choose_impl(self._impl_of_others, pallas=found)
 
     def _insert(self, q: Float[Array, "B 1 N H"], position: Int[Array, " B"], cache: LshCache):
         """Inserts the newest query's position in each hash's order.

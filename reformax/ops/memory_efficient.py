@@ -26,7 +26,7 @@ from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.numerics.first_order import first_order
@@ -85,15 +85,15 @@ class memory_efficient(RingDecoding, AttentionOp):
             dropout=call.dropout, chunks=_uneven(tiling, key_size, n_queries, n_keys)
         )
         of_passes = of_forward, obstacles()  # the forward pass and the gradient
-        forwards, backwards = (choose_kernels(self.impl, found) for found in of_passes)
+        forwards, backwards = (choose_impl(self.impl, pallas=found) for found in of_passes)
         summary = tiles.tile_softmax
-        if forwards is not None:
-            summary = functools.partial(kernel_summary, forwards)
+        if forwards != "xla":
+            summary = functools.partial(kernel_summary, forwards == INTERPRETED)
         forward_pass = functools.partial(forward, key_size, summary)
         every, x = tiles.every_tile(tiling, n_queries, n_keys), tiles.inputs(call, q, k, v)
-        if backwards is None:
+        if backwards == "xla":
             return tiles.attend(forward_pass, tiling, x, every)
-        return _with_kernel_gradient(forward_pass, tiling, backwards, x, every)
+        return _with_kernel_gradient(forward_pass, tiling, backwards == INTERPRETED, x, every)
 
 
 @functools.partial(CustomDerivatives, n_static=3)

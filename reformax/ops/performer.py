@@ -30,10 +30,10 @@ from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dispatch import (
+    INTERPRETED,
     KERNELS,
     NARROW_HEAD,
-    Interpret,
-    choose_kernels,
+    choose_impl,
     kernel_obstacles,
 )
 from reformax.ops.decoding.cache import SharedByBatch
@@ -173,11 +173,12 @@ class performer(AttentionOp):
 
     def _features_of(self, plan, epsilon, q, k, v) -> FeatureFunctions:
         """The features of a call, by kernels where these compute it."""
-        directions, interpret = self.directions(plan, q.shape[-1]), None
+        directions, impl = self.directions(plan, q.shape[-1]), "xla"
         if q.dtype == jnp.bfloat16 and self.n_features <= MAX_IN_TILE:
-            interpret = choose_kernels(self.impl, kernel_obstacles(q, k, v, most=NARROW_HEAD))
-        dtype = accum_dtype(q.dtype, k.dtype, v.dtype) if interpret is None else q.dtype
-        return FeatureFunctions(directions, epsilon, dtype, interpret)
+            obstacles = kernel_obstacles(q, k, v, most=NARROW_HEAD)
+            impl = choose_impl(self.impl, pallas=obstacles)
+        dtype = accum_dtype(q.dtype, k.dtype, v.dtype) if impl == "xla" else q.dtype
+        return FeatureFunctions(directions, epsilon, dtype, impl)
 
     def _by_recurrence(self, features: FeatureFunctions, q, k, v, ids, real, causal) -> Array:
         """Means over earlier keys, or over all keys of packed segments."""
@@ -197,12 +198,12 @@ class performer(AttentionOp):
             if causal:
                 relative_to = largest if real is None else jnp.where(is_real, largest, jnp.inf)
                 queries, keys = features(q), features(k, relative_to)
-                if features.interpret is None:
+                if features.impl == "xla":
                     # Features of bfloat16 vectors are rounded to bfloat16.
                     dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
                     x = (y.astype(dtype) for y in (queries, keys, v))
                     return mean(*x, -rise, impl=self.impl, **options).astype(v.dtype)
-                return mean(queries, keys, v, -rise, impl=KERNELS[features.interpret], **options)
+                return mean(queries, keys, v, -rise, impl=features.impl, **options)
             rest, _ = running_max(scale, ids, reverse=True)
             queries, keys = features(q), features(k, jnp.maximum(largest, rest))
             values = with_ones(v.astype(accum_dtype(v.dtype)))
@@ -278,16 +279,16 @@ class FeatureFunctions(NamedTuple):
     directions: Float[Array, "M H"]
     epsilon: Any
     dtype: Any  # of features
-    interpret: Interpret
+    impl: str  # of `choose_impl`
 
     def scale(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N 1"]:
         """The largest exponent of each vector, without a gradient."""
-        if self.interpret is None:
+        if self.impl == "xla":
             found = features_in_arrays(x, self.directions, self.epsilon)
             return lax.stop_gradient(found.scale)
         from reformax.ops.kernels.triton import random_features as kernel
 
-        return kernel.scales(x, self.directions, self.interpret)[..., None]
+        return kernel.scales(x, self.directions, self.impl == INTERPRETED)[..., None]
 
     def __call__(
         self, x: Float[Array, "B T N H"], relative_to: Float[Array, "B T N 1"] | None = None
@@ -296,14 +297,14 @@ class FeatureFunctions(NamedTuple):
 
         Features relative to infinity are zeros.
         """
-        if self.interpret is None:
+        if self.impl == "xla":
             found = features_in_arrays(x, self.directions, self.epsilon)
             return found.x if relative_to is None else found.x * jnp.exp(found.scale - relative_to)
         from reformax.ops.kernels.triton import random_features as kernel
 
         relative_to = None if relative_to is None else relative_to[..., 0]
         arrays = kernel.FeatureArrays(x, self.directions, self.epsilon, relative_to)
-        return kernel.features(self.interpret, arrays)
+        return kernel.features(self.impl == INTERPRETED, arrays)
 
 
 def features_in_arrays(x: Float[Array, "B T N H"], directions, epsilon) -> PositiveFeatures:

@@ -136,13 +136,13 @@ def test_pieces_of_a_ring_in_kernels():
     )
 
     @functools.partial(jax.jit, static_argnums=0)
-    def passes(interpret, q, k, v, d_out):
+    def passes(impl, q, k, v, d_out):
         logits, call = Logits(soft_cap=LOGITS["soft_cap"]), (True, q, k, v, (ids, ids), None)
-        pieces = flash._FlashPieces((None, None), logits, 0.0, interpret)
+        pieces = flash._FlashPieces((None, None), logits, 0.0, impl)
         results = pieces.forward(*call)
         return results, pieces.backward(*call, results, d_out)
 
-    assert_trees_close(*(passes(interpret, q, k, v, d_out) for interpret in (True, None)), 1e-5)
+    assert_trees_close(*(passes(impl, q, k, v, d_out) for impl in (INTERPRETED, "xla")), 1e-5)
 
 
 @pytest.mark.parametrize("name", LOGITS)

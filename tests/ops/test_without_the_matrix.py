@@ -405,15 +405,15 @@ def test_a_kernels_gradient_is_that_of_array_operations(causal, packed, dropout,
     want = run(memory_efficient.memory_efficient(impl="xla", **sizes))
     used = []
 
-    def on_a_gpu(impl, obstacles):
-        """What `dispatch.choose_kernels` does where kernels run, but interpreted."""
-        used.append(None if impl == "xla" or obstacles.call else True)
+    def on_a_gpu(impl, pallas):
+        """What `dispatch.choose_impl` does where kernels run, but interpreted."""
+        used.append("xla" if impl == "xla" or pallas.call else INTERPRETED)
         return used[-1]
 
-    monkeypatch.setattr(memory_efficient, "choose_kernels", on_a_gpu)
+    monkeypatch.setattr(memory_efficient, "choose_impl", on_a_gpu)
     sizes["key_chunk_size"] = 33
     got = run(memory_efficient.memory_efficient(impl="auto", **sizes))
-    assert used == [None, True]
+    assert used == ["xla", INTERPRETED]
     assert_trees_close(got, want)
     backward = kernel_blocks.backward
     monkeypatch.setattr(

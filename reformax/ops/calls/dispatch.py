@@ -44,11 +44,6 @@ SHARED_KIB = {
 SMALL_CHIP, SMALL_ROW = 99, 256
 LARGE_CHIP = 227
 
-# How our kernels compute a call, which both passes take as a static argument, as `choose_kernels`
-# answers: by Pallas's interpreter, True; compiled, False, as of `interpret` of `pallas_call`; or
-# not at all, None, because array operations compute it. A kernel's own `interpret` is a bool.
-Interpret = bool | None
-
 T = TypeVar("T")
 
 
@@ -102,26 +97,12 @@ def compute_by(
       impl, pays: as in `choose_impl`.
       in_arrays: computes the call in array operations, "xla".
       **others: by name, the obstacle that `choose_impl` takes and the function that computes the
-        call. That of "pallas" takes whether kernels are interpreted, as `choose_kernels` says.
+        call. That of "pallas" takes whether kernels are interpreted.
     """
     chosen = choose_impl(impl, pays, **{name: obstacle for name, (obstacle, _) in others.items()})
     if chosen in KERNELS:
         return others["pallas"][1](chosen == INTERPRETED)
     return in_arrays() if chosen == "xla" else others[chosen][1]()
-
-
-def choose_kernels(
-    impl: str,
-    obstacles: str | KernelObstacles | None,
-    pays: bool = True,
-    **others: str | KernelObstacles | None,
-) -> Interpret:
-    """Whether our kernels that compute a call are interpreted; None: array operations compute it.
-
-    Arguments are as in `choose_impl`, with "mosaic" at most among the `others`.
-    """
-    chosen = choose_impl(impl, pays, pallas=obstacles, **others)
-    return chosen == INTERPRETED if chosen in (*KERNELS, *others) else None
 
 
 def choose_impl(impl: str, pays: bool = True, **obstacles: str | KernelObstacles | None) -> str:

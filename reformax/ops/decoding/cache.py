@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import Interpret, choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.calls.heads import grouped
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
@@ -152,13 +152,13 @@ def attend_to(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    interpret = _choose_kernels(call, impl, q, keys, values, mask)
-    if interpret is not None:
+    impl = _choose_impl(impl, q, keys, values, mask)
+    if impl != "xla":
         from reformax.ops.kernels.triton import one_query as kernel
 
         options = dict(alone=alone, logits=call.logits, bias=bias, index=index, sinks=call.sinks)
         options |= dict(count_once=count_once)
-        return kernel.attend(q, keys, values, mask, interpret, **options)[0]
+        return kernel.attend(q, keys, values, mask, impl == INTERPRETED, **options)[0]
     mask = mask.astype(bool)
     if count_once:
         mask = mask & ~_seen_before(index, mask)
@@ -191,10 +191,10 @@ def _output(
     return jnp.where(row_sum == 0, 0.0 if alone is None else alone.astype(out.dtype), out)
 
 
-def _choose_kernels(call: Call, impl: str, q, keys, values, mask) -> Interpret:
-    """`choose_kernels` of a call of `attend_to`."""
+def _choose_impl(impl: str, q, keys, values, mask) -> str:
+    """`choose_impl` of a call of `attend_to`."""
     pays = q.shape[0] <= MAX_KERNEL_ROWS and mask.shape[-1] <= MAX_KERNEL_KEYS
-    return choose_kernels(impl, kernel_obstacles(q, keys, values), pays)
+    return choose_impl(impl, pays, pallas=kernel_obstacles(q, keys, values))
 
 
 def add_and_attend(
@@ -213,16 +213,16 @@ def add_and_attend(
       new: the keys and values of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       mask, impl, **options: as in `attend_to`.
     """
-    interpret = _choose_kernels(call, impl, q, *ring, mask)
-    if interpret is None:
+    impl = _choose_impl(impl, q, *ring, mask)
+    if impl == "xla":
         ring = add_to_ring(ring, *new, call.position)
-        return attend_to(call, q, *ring, mask, "xla", **options), ring
+        return attend_to(call, q, *ring, mask, impl, **options), ring
     from reformax.ops.kernels.triton import one_query as kernel
 
     rows = (x[:, 0].astype(of_ring.dtype) for x, of_ring in zip(new, ring, strict=True))
     added = kernel.NewKey(*rows, call.position % ring.keys.shape[2])
     options |= dict(logits=call.logits, new=added, sinks=call.sinks)
-    out, ring = kernel.attend(q, *ring, mask, interpret, **options)
+    out, ring = kernel.attend(q, *ring, mask, impl == INTERPRETED, **options)
     return out, KeyValues(*ring)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls.dispatch import Interpret
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.rule import ChoiceRule
 from reformax.ops.indexing.scores import IndexQueries, Score, scores
 from reformax.ops.indexing.streaming import best_keys
@@ -46,7 +46,7 @@ def best_blocks(
     keys: Float[Array, "B C D"],
     queries: Side,
     block_ids: Int[Array, "B C"],
-    interpret: Interpret,
+    impl: str,
     packed: bool,
 ) -> Int[Array, "B T K"]:
     """The numbers of the complete blocks with the highest scores; -1 is none.
@@ -58,16 +58,17 @@ def best_blocks(
       index, keys: of the queries, and of the blocks.
       queries: positions `[1 or B, T]`, and segments `[B, T]`; kernels take positions from 0 on.
       block_ids: the segments of the blocks.
-      interpret: from `dispatch.choose_kernels`; kernels return the numbers in order.
+      impl: of `choose_impl`; kernels return the numbers in order.
       packed: whether there are several segments, or padding.
     """
-    if interpret is None:
+    if impl == "xla":
         side = queries._replace(position=newest_block(queries.position, size))
         rule = ChoiceRule(causal=True)
         return best_keys(score, rule, n_best, index, keys, side, block_ids)[1]
     from reformax.ops.kernels.triton.indexer import choose_positions
 
     masks = (queries.segment_id, block_ids) if packed else (None, None)
+    interpret = impl == INTERPRETED
     return choose_positions(n_best, True, interpret, *index, keys, *masks, size, dtype)
 
 

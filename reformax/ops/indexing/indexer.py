@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import Count, SettingError, Size, Unsupported
-from reformax.ops.calls.dispatch import Interpret
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.calls.options import Options, options
 from reformax.ops.indexing.blocks import best_blocks, pooled_blocks, positions_of
 from reformax.ops.indexing.candidates.base import Candidates, IndexedKeys, QueryChunk
@@ -126,7 +126,7 @@ class Indexer(IndexerDecoding, Options):
         causal: bool,
         length: int,
         rng: PRNGKeyArray | None,
-        interpret: Interpret = None,
+        impl: str = "xla",
         shard: Shard | None = None,
     ) -> Int[Array, "B T K"]:
         """The positions that each query sees, the chosen ones first; -1 is none.
@@ -137,6 +137,7 @@ class Indexer(IndexerDecoding, Options):
           top_k: the most that a query sees.
           length: that settings depend on.
           rng: the source of hashes.
+          impl: of `choose_impl`.
           shard: which queries there are.
 
         Raises:
@@ -146,7 +147,7 @@ class Indexer(IndexerDecoding, Options):
         position = sharding.query_positions(shard, n_queries)
         ids = sharding.of_shard(shard, ids_or_ones(segment_ids, x.keys), n_queries)
         if self.block_size > 1:
-            return self._choose_blocks(x, segment_ids, position, ids, top_k, interpret)
+            return self._choose_blocks(x, segment_ids, position, ids, top_k, impl)
         if sharding.axis_of(shard) is not None and n_queries % self.group:
             raise Unsupported(
                 f"group is {self.group} and a device has {n_queries} positions of each sequence, "
@@ -159,7 +160,7 @@ class Indexer(IndexerDecoding, Options):
         queries, weights, leader, leader_ids = (y[:, :: self.group] for y in leaders)
         chunk = QueryChunk(IndexQueries(queries, weights), leader, leader_ids)
         keys = IndexedKeys(x.keys, segment_ids, self.score, causal, length, rng, x.params)
-        chosen = self._best(rule, n_best, keys, chunk, interpret, shard)
+        chosen = self._best(rule, n_best, keys, chunk, impl, shard)
         chosen = jnp.repeat(chosen, self.group, axis=1)[:, :n_queries]
         if n_local == 0:
             return chosen
@@ -181,12 +182,12 @@ class Indexer(IndexerDecoding, Options):
         return self.scored(means, first)[:, :, 0], ids
 
     def _choose_blocks(
-        self, x: Indexed, segment_ids, position, ids, top_k: int, interpret
+        self, x: Indexed, segment_ids, position, ids, top_k: int, impl: str
     ) -> Array:
         keys, block_ids = self.block_keys(x.keys, ids_or_ones(segment_ids, x.keys))
         sizes = self.block_size, min(top_k // self.block_size, keys.shape[1])
         arrays, packed = (x.queries, keys, Side(position, ids), block_ids), segment_ids is not None
-        found = best_blocks(self.score, self.dtype, *sizes, *arrays, interpret, packed)
+        found = best_blocks(self.score, self.dtype, *sizes, *arrays, impl, packed)
         return positions_of(found, position, self.block_size)
 
     def n_chosen(self, top_k: int, causal: bool, length: int) -> int:
@@ -233,13 +234,13 @@ class Indexer(IndexerDecoding, Options):
         n_best: int,
         keys: IndexedKeys,
         queries: QueryChunk,
-        interpret: Interpret,
+        impl: str,
         shard: Shard | None,
     ) -> Int[Array, "B Q K"]:
         """The best keys of some queries, by scores of all keys or of candidates."""
         if self.candidates is not None:
-            return self._best_candidates(rule, n_best, keys, queries, interpret)
-        if interpret is None:
+            return self._best_candidates(rule, n_best, keys, queries, impl)
+        if impl == "xla":
             arrays = queries.index, keys.keys, Side(queries.position, queries.ids), keys.ids
             return best_keys(self.score, rule, n_best, *arrays)[1]
         from reformax.ops.kernels.triton.indexer import choose_positions
@@ -250,7 +251,7 @@ class Indexer(IndexerDecoding, Options):
         if rule.n_local or sharding.axis_of(shard) is not None:
             # A query chooses what a query `n_local` positions before it sees.
             first = queries.position[0, 0] - rule.n_local
-        sizes = dict(dtype=self.dtype, first=first)
+        interpret, sizes = impl == INTERPRETED, dict(dtype=self.dtype, first=first)
         return choose_positions(n_best, rule.causal, interpret, *arrays, **sizes)
 
     def _best_candidates(
@@ -259,13 +260,14 @@ class Indexer(IndexerDecoding, Options):
         n_best: int,
         keys: IndexedKeys,
         queries: QueryChunk,
-        interpret: Interpret,
+        impl: str,
     ) -> Int[Array, "B Q K"]:
         """The best candidates of some queries, which are found for a chunk of queries at a time."""
         prepared, choose, of_all = self.candidates.prepare(keys), None, None
-        if interpret is not None and self.group == 1:
+        in_arrays, interpret = impl == "xla", impl == INTERPRETED
+        if not in_arrays and self.group == 1:
             of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)
-        if interpret is not None:
+        if not in_arrays:
             from reformax.ops.kernels.triton import candidate_scores as kernel
 
             parts = kernel.parts_of(keys.keys[:, :, None], self.dtype)
@@ -282,10 +284,10 @@ class Indexer(IndexerDecoding, Options):
 
         n_searched = queries.index.queries.shape[2] if self.score == "relu" else 1
         # Of a candidate there are positions and codes, and in array operations its key and scores.
-        n_each = 8 if interpret is not None else n_searched + 4 + keys.keys.shape[2]
+        n_each = n_searched + 4 + keys.keys.shape[2] if in_arrays else 8
         n_seen = self.candidates.n_numbers(keys, n_searched, n_each)
         arrays = *queries.index, queries.position, queries.ids
         arrays += () if of_all is None else (of_all,)
-        at_a_time = None if interpret is None else SCORED_AT_A_TIME
+        at_a_time = None if in_arrays else SCORED_AT_A_TIME
         chosen = by_chunks(of_chunk, n_seen, *arrays, at_a_time=at_a_time)
         return join_chunks(chosen, queries.ids.shape[1])

@@ -87,11 +87,11 @@ def recurrence(
     x = varying_as(x, x)
     if unit_length:
         x = x._replace(q=x.q.astype(v.dtype), k=x.k.astype(v.dtype))
-    interpret = dispatch.choose_kernels(impl, _obstacles(x))
-    if unit_length and interpret is None:
+    impl = dispatch.choose_impl(impl, pallas=_obstacles(x))
+    if unit_length and impl == "xla":
         x, unit_length = of_unit_length(x), False
     size = chunks.chunk_size(chunk_len, q.shape[1])
-    out, _ = _recurrence(size, interpret, unit_length, x, None, segment_ids)
+    out, _ = _recurrence(size, impl, unit_length, x, None, segment_ids)
     return out.astype(accum_dtype(out.dtype))
 
 
@@ -113,9 +113,9 @@ def recurrence_from(
     """
     dispatch.check_impl(impl, *dispatch.KERNELS)
     inputs, initial = varying_as((inputs, initial), (inputs, initial))
-    interpret = dispatch.choose_kernels(impl, _obstacles(inputs))
+    impl = dispatch.choose_impl(impl, pallas=_obstacles(inputs))
     size = chunks.chunk_size(chunk_len, inputs.q.shape[1])
-    out, final = _recurrence(size, interpret, False, inputs, initial, segment_ids)
+    out, final = _recurrence(size, impl, False, inputs, initial, segment_ids)
     return out.astype(accum_dtype(out.dtype)), final
 
 
@@ -200,7 +200,7 @@ _of_segment.define(
 @functools.partial(CustomDerivatives, n_static=3)
 def _recurrence(
     size: int,
-    interpret: bool | None,
+    impl: str,
     unit_length: bool,
     inputs: RecurrenceInputs,
     initial: Float[Array, "B N H V"] | None,
@@ -211,10 +211,11 @@ def _recurrence(
     Kernels write outputs in the dtype of products, and have `unit_length`.
     """
     order, ids = _order(initial, segment_ids)
-    if interpret is not None:
+    if impl != "xla":
         from reformax.ops.kernels.triton import recurrence as kernel
 
         inputs = with_factors(inputs)[0] if unit_length else inputs
+        interpret = impl == dispatch.INTERPRETED
         return kernel.forward(inputs, ids, order, initial, interpret=interpret)[0]
     x = _chunked(size, inputs, initial, order, ids)
     out = restore_order(chunks.joined(chunks.outputs(x), inputs.q.shape[1]), order)
@@ -231,10 +232,10 @@ def _chunked(size: int, inputs: RecurrenceInputs, initial, order, ids) -> chunks
     return chunks.chunked(inputs, ids, size, initial)
 
 
-def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, initial, segment_ids):
+def _forward(size: int, impl: str, unit_length: bool, inputs, initial, segment_ids):
     given, begins = first_order((inputs, initial))
-    if interpret is None:
-        results = _recurrence.function(size, None, False, given, begins, segment_ids)
+    if impl == "xla":
+        results = _recurrence.function(size, "xla", False, given, begins, segment_ids)
         return results, (inputs, initial, segment_ids, None, None)
     from reformax.ops.kernels.triton import recurrence as kernel
 
@@ -243,21 +244,22 @@ def _forward(size: int, interpret: bool | None, unit_length: bool, inputs, initi
     if unit_length:  # the queries and keys before are not kept
         given, units = with_factors(given)
         inputs = inputs._replace(q=given.q, k=given.k)
-    results, of_kernels = kernel.forward(given, ids, order, begins, keep=True, interpret=interpret)
+    options = dict(keep=True, interpret=impl == dispatch.INTERPRETED)
+    results, of_kernels = kernel.forward(given, ids, order, begins, **options)
     units = units and units._replace(out=results[0])
     return results, (inputs, initial, segment_ids, of_kernels, units)
 
 
-def _backward(size: int, interpret: bool | None, unit_length: bool, residuals, d_results):
+def _backward(size: int, impl: str, unit_length: bool, residuals, d_results):
     residuals, (d_out, d_final) = first_order((residuals, d_results))
     # Without the barrier the compiler would keep intermediate arrays of the forward pass.
     inputs, initial, segment_ids, of_kernels, units = lax.optimization_barrier(residuals)
     order, ids = _order(initial, segment_ids)
-    if interpret is not None:
+    if impl != "xla":
         from reformax.ops.kernels.triton import recurrence as kernel
 
         given = inputs, ids, of_kernels, d_out, order, units, initial, d_final
-        gradients = kernel.backward(*given, interpret=interpret)
+        gradients = kernel.backward(*given, interpret=impl == dispatch.INTERPRETED)
     else:
         x = _chunked(size, inputs, initial, order, ids)
         d_inputs, d_initial = chunks.gradients(x, chunks.cut(reorder(d_out, order), size), d_final)
@@ -268,10 +270,10 @@ def _backward(size: int, interpret: bool | None, unit_length: bool, residuals, d
     return *jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, (inputs, initial)), None
 
 
-def _tangent(size: int, interpret: bool | None, unit_length: bool, residuals, tangents):
-    if interpret is not None:
+def _tangent(size: int, impl: str, unit_length: bool, residuals, tangents):
+    if impl != "xla":
         raise NotImplementedError(KERNEL_REFUSAL)
-    function = functools.partial(_recurrence.function, size, None, unit_length)
+    function = functools.partial(_recurrence.function, size, "xla", unit_length)
     return tangent_of(function, residuals[:3], tangents)
 
 

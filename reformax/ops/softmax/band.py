@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import choose_kernels, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import TokensFirst, segment_numbers
 from reformax.ops.masking.padding import attend_to_tokens
@@ -66,13 +66,13 @@ def attend(
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and call.dropout else None
     )
-    interpret = choose_kernels(impl, kernel_obstacles(q, k, v, call.logits, **others))
+    impl = choose_impl(impl, pallas=kernel_obstacles(q, k, v, call.logits, **others))
 
     def of_heads(band: Visibility, q, k, v, heads):
-        if interpret is None:
+        if impl == "xla":
             some = functools.partial(_of_heads, call, band, global_positions, heads)
             return attend_to_tokens(some, q, k, v, call.segment_ids)
-        return _in_kernels(call, band, interpret, q, k, v, global_positions)
+        return _in_kernels(call, band, impl, q, k, v, global_positions)
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
@@ -89,7 +89,7 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
     return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
-def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_positions) -> Array:
+def _in_kernels(call: Call, band: Visibility, impl: str, q, k, v, global_positions) -> Array:
     """`attend` in kernels, in chunks that hold the window."""
     chunks = _chunks(call, band, q.shape[1])
     order, of_order, n_tokens = None, call.segment_ids, call.lengths
@@ -101,11 +101,12 @@ def _in_kernels(call: Call, band: Visibility, interpret: bool, q, k, v, global_p
         of_order = _by_segment_and_step(band.dilation, q, call.segment_ids)
     if global_positions is None or global_positions.shape[1] == 0:
         masks = of_order, call.seed
-        return chunked_attention(q, k, v, chunks, order, *masks, interpret, n_tokens=n_tokens)
+        return chunked_attention(q, k, v, chunks, order, *masks, impl, n_tokens=n_tokens)
     from reformax.ops.kernels.triton import band as kernel
 
     global_positions = jnp.broadcast_to(global_positions, (len(q), global_positions.shape[1]))
     x = UnsortedInputs(q, k, v, order, _in_slots(of_order, n_tokens, chunks), call.seed)
+    interpret = impl == INTERPRETED
     return kernel.attend(band, chunks, interpret, x, global_positions, call.segment_ids)
 
 

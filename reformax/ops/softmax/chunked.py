@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.devices import varying_as
-from reformax.ops.calls.dispatch import Interpret
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import SegmentIds, TokensFirst, segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
 from reformax.ops.masking.visibility import Side, is_token
@@ -60,10 +60,9 @@ def chunked_attention(
     order: Order | None,
     segment_ids: SegmentIds | None,
     seed: Int[Array, 6] | None,
-    interpret: Interpret = None,
+    impl: str = "xla",
     self_weight: Float[Array, "B N Tp"] | None = None,
     n_tokens: Int[Array, " B"] | None = None,
-    mosaic: bool = False,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
 
@@ -75,30 +74,31 @@ def chunked_attention(
       order: the hashes' orders of the padded sequence; None keeps the order of the sequence.
       segment_ids: ids; a position sees its own segment, and 0 is padding. A pair if
         `chunks.n_keys`.
+      impl: of `choose_impl`, "mosaic" too.
       self_weight: for shared queries and keys, the weight of a position's own value where the
         position sees nothing else; None is 1. "xla" only.
       n_tokens: the number of tokens of each row, where rows are one segment and all orders have
         padding after it; None: not known. It says what `segment_ids` say, at less cost.
-      mosaic: whether kernels are those of `dispatch.mosaic_obstacles`.
 
     Returns:
       The attended values, in the dtype of `v`; zeros for a row without visible keys.
     """
     padded = _padded(segment_ids, _n_slots(chunks, order))
-    if interpret is None:
+    if impl == "xla":
         order = None if order is None else order.with_slots(chunks.two_orders)
 
         def attend(q, k, v):
             return _attend(chunks, q, k, v, order, padded, seed, self_weight)
 
         return attend_to_tokens(attend, q, k, v, segment_ids)
-    if mosaic:
+    if impl == "mosaic":
         from reformax.ops.kernels.mosaic import chunked as kernel
     else:
         from reformax.ops.kernels.triton import chunked as kernel
 
     masks = padded if n_tokens is None else TokensFirst(padded, n_tokens)
-    return kernel.attend(chunks, interpret, UnsortedInputs(q, k, v, order, masks, seed))
+    x = UnsortedInputs(q, k, v, order, masks, seed)
+    return kernel.attend(chunks, impl == INTERPRETED, x)
 
 
 def _padded(segment_ids: SegmentIds | None, n_slots: tuple[int, int]) -> SegmentIds | None:

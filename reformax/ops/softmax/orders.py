@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.masking.masks import SegmentIds, TokensFirst
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.logits import PLAIN, Logits
@@ -149,14 +148,12 @@ class Order(NamedTuple):
             query_slots=inverse_permutation(self.query_positions), key_slots=key_slots
         )
 
-    def for_kernels(
-        self, interpret: Interpret, count_once: bool, two_orders: bool = False
-    ) -> Order:
-        """The order, `with_slots` where the implementation of `choose_kernels` needs them.
+    def for_impl(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
+        """The order, `with_slots` where the implementation needs them.
 
         A kernel needs them only to find the keys that are visible in an earlier hash.
         """
-        needed = interpret is None or (self.query_positions.shape[2] > 1 and count_once)
+        needed = impl == "xla" or (self.query_positions.shape[2] > 1 and count_once)
         return self.with_slots(two_orders) if needed else self
 
 

@@ -26,7 +26,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
-from reformax.ops.calls.dispatch import Interpret
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import seed_at
@@ -42,7 +41,7 @@ class PartialAttention(Protocol):
     the maximum and the sum of `Softmax`.
     """
 
-    interpret: Interpret
+    impl: str  # of `choose_impl`
 
     def forward(self, causal: bool, q, k, v, segment_ids: tuple, seed: Any) -> tuple:
         """The result. `segment_ids` are of queries and of keys, `seed` is of their dropout."""
@@ -275,7 +274,7 @@ def _backward(pieces, causal, axis, residuals, d_out):
 
 
 def _tangent(pieces, causal, axis, residuals, tangents):
-    if pieces.interpret is not None:
+    if pieces.impl != "xla":
         raise NotImplementedError(KERNEL_REFUSAL)
     ring = functools.partial(_ring.function, pieces, causal, axis)
     return tangent_of(ring, residuals[:3], tangents)
