@@ -19,7 +19,7 @@ Which keys a query sees is decided in two steps: the candidates, which are in re
 * in arrays `visible_keys` of `softmax/chunked.py`, of `keys_in_reach` of
   `softmax/chunk_layout.py`;
 * in kernels `over_keys` and `visible` of `ChunkProgram` in `kernels/triton/chunk_programs.py`;
-* in decoding `_in_reach`, for arrays and kernels.
+* in decoding `slots_in_reach`, for arrays and kernels.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class lsh(AttentionOp):
         order, bucket_start, query_slot = insert_newest(cache.order, buckets, bucket, newest)
         capacity = order.shape[-1]
         index = arange_last(self._n_in_reach(capacity))
-        slot, exists = self._in_reach(capacity, index, query_slot, bucket_start, newest)
+        slot, exists = self.slots_in_reach(capacity, index, query_slot, bucket_start, newest)
         if self.wrap:
             pad_multiple = self._chunks.within(capacity, circle=True).chunk_len * self.pad_chunks
             seen, exists = _across_hashes(order, slot, newest, pad_multiple)
@@ -326,7 +326,7 @@ class lsh(AttentionOp):
         options = kernel.InsertOptions(
             tuple(self._hashing.factors_for(capacity)),
             self._n_in_reach(capacity),
-            self._in_reach,
+            self,
             interpret,
         )
         arrays = q[:, 0], cache.rotations.value, position, cache.buckets, cache.order
@@ -338,7 +338,7 @@ class lsh(AttentionOp):
         chunk_len, n_before, n_after = self._chunks.within(capacity, circle=self.wrap)
         return chunk_len * (n_before if self.strictly_causal else n_before + 1 + n_after)
 
-    def _in_reach(
+    def slots_in_reach(
         self,
         capacity: int,
         index: Int[Array, "*d"],

@@ -72,26 +72,36 @@ class Samples:
           last: whether no evaluation follows.
           log: has the record and the bar, which get it.
           stop: asked after each block of tokens; true abandons the sample, which no save waits for.
+
+        Raises:
+          Lost: the record is another training's now.
         """
         every = self._settings.sample_every
         is_due = last or (every is not None and step % every == 0)
         if not self._writes or not is_due:
             return
+        texts = None
         with self._best_effort:
-            blocks = []
-            for block in self._blocks(params):
-                blocks.append(block)
-                if stop():
-                    return
-            rows = np.concatenate(blocks, axis=1).tolist()
-            texts = [
-                _printable(self._tokenizer.stream()([*prompt, *new], True))
-                for prompt, new in zip(self._prompts(), rows, strict=True)
-            ]
-            log.record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
-            if self._settings.progress:
-                for text in texts:
-                    log.bar.say(f"step {step}: a sample: {text}")
+            texts = self._texts(params, stop)
+        if texts is None:
+            return
+        log.record.write(step, SPLIT, {"texts": texts}, {}, tag=SPLIT)
+        if self._settings.progress:
+            for text in texts:
+                log.bar.say(f"step {step}: a sample: {text}")
+
+    def _texts(self, params: Any, stop: Callable[[], bool]) -> list[str] | None:
+        """The prompts with their new tokens; None if they are abandoned."""
+        blocks = []
+        for block in self._blocks(params):
+            blocks.append(block)
+            if stop():
+                return None
+        rows = np.concatenate(blocks, axis=1).tolist()
+        return [
+            _printable(self._tokenizer.stream()([*prompt, *new], True))
+            for prompt, new in zip(self._prompts(), rows, strict=True)
+        ]
 
     def _prompts(self) -> list[list[int]]:
         """The tokens of the prompts; raises `SettingError` for text that is none of the task's."""

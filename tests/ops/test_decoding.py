@@ -475,6 +475,7 @@ KERNELS_OF_OURS = [row for row in DECODING if row.factory is not dense.dense]
 @over(filter(has_a_step_in_kernels, KERNELS_OF_OURS), quick=one_of_each_kind)
 def test_a_step_outside_of_jit_compiles_its_kernels_once(row):
     compiled, (step, start) = [], first_step(row, INTERPRETED, 1)
+    of_equal_op, _ = first_step(row, INTERPRETED, 1)
     held = start()
 
     def listen(name, seconds, fun_name="", **_):
@@ -486,6 +487,7 @@ def test_a_step_outside_of_jit_compiles_its_kernels_once(row):
         want = step(held)
         compiled.clear()
         np.testing.assert_array_equal(step(held), want)
+        np.testing.assert_array_equal(of_equal_op(held), want)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled

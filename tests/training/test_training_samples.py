@@ -11,7 +11,7 @@ from reformax.data import text
 from reformax.generation import tokenizers
 from reformax.models import TransformerEncoder, TransformerLM
 from reformax.ops import local
-from reformax.training import callbacks, loop, samples, wandb_log
+from reformax.training import callbacks, lock, loop, samples, wandb_log
 from tests.training import tiny, worker
 
 MODEL = partial(TransformerLM, 256, d_model=8, d_ff=8, n_heads=1, n_layers=1)
@@ -137,6 +137,24 @@ def test_a_sample_that_fails_is_told_and_the_run_goes_on(arguments, tmp_path, mo
     assert result["step"] == 6 and not sampled(tmp_path)
     err = capsys.readouterr().err
     assert err.count("note: the sample of text failed, and the work goes on") == 1
+
+
+def test_a_folder_lost_during_a_sample_ends_the_run(arguments, tmp_path, monkeypatch, capsys):
+    printable, steps = samples._printable, []
+
+    class Steps(callbacks.Callback):
+        def on_step(self, step, metrics):
+            steps.append(step)
+
+    def disturbed(text):
+        (tmp_path / ".lock").unlink(missing_ok=True)
+        return printable(text)
+
+    monkeypatch.setattr(samples, "_printable", disturbed)
+    more = dict(log_every=100, checkpoint_every=None, callbacks=[Steps()])
+    with pytest.raises(lock.Lost, match=r"\.lock was deleted"):
+        loop.train(tmp_path, **arguments | more)
+    assert steps == [1, 2, 3, 4] and "the work goes on" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ Letters as in `reformax.ops.decoding.sorted_order`; M is the number of slots in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +56,14 @@ class InsertOptions(NamedTuple):
     Attributes:
       factors: of the number of buckets.
       n_slots: M.
-      reach: `(C, index, slot, bucket_start, newest) -> (slots, exists)`, those that a query sees.
+      op: its `slots_in_reach` are what a query sees. Equal ops make equal options, and their bound
+        methods would not.
       interpret: whether to run anywhere, slowly.
     """
 
     factors: Sequence[int]
     n_slots: int
-    reach: Callable[..., tuple[Array, Array]]
+    op: Any
     interpret: bool = False
 
 
@@ -84,7 +85,7 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     tile = min(TILE, power_of_two(capacity))
     start, slot = _slots_of_bucket(inputs.buckets, at_hash, bucket, newest, tile)
     index = jnp.arange(power_of_two(options.n_slots), dtype=jnp.int32)
-    at, exists = options.reach(capacity, index, slot, start, newest)
+    at, exists = options.op.slots_in_reach(capacity, index, slot, start, newest)
     exists = exists & (at != slot) & (index < options.n_slots)
     before = jnp.where(at > slot, at - 1, at)  # the order that is read lacks the newest position
     found = load(inputs.order.at[(*at_hash, before)], exists, 0)
