@@ -35,11 +35,12 @@ class Capacity:
         if self.n is None:
             return
         if lengths is None:
-            of = f"below the state's capacity, {self.n}"
+            of = f"below the state's capacity, {self.n}: give a larger one"
             check_lengths(name, position, len(position), self.n - 1, of)
         else:
             end = position + lengths
-            check_lengths(f"{name} + lengths", end, len(end), self.n, "the state's capacity")
+            of = "the state's capacity: give a larger one"
+            check_lengths(f"{name} + lengths", end, len(end), self.n, of)
 
 
 def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
