@@ -105,15 +105,15 @@ def test_a_reach_that_no_tile_holds_is_not_inserted_by_the_kernel(chunk_len, fit
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     q = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.bfloat16)
 
-    def inserting(impl):
-        return lsh.lsh(chunk_len=chunk_len, impl=impl)._inserting(q, q, 2**22)
+    def impl_of_insert(impl):
+        return lsh.lsh(chunk_len=chunk_len, impl=impl)._impl_of_insert(q, q, 2**22)
 
-    assert inserting("xla") is None and inserting(INTERPRETED) is True
-    assert inserting("auto") is (False if fits else None)
+    assert impl_of_insert("xla") == "xla" and impl_of_insert(INTERPRETED) == INTERPRETED
+    assert impl_of_insert("auto") == ("pallas" if fits else "xla")
     if fits:
-        assert inserting("pallas") is False
+        assert impl_of_insert("pallas") == "pallas"
     else:
         with pytest.raises(
             NotImplementedError, match="^impl='pallas' with 1,048,578 slots in reac"
         ):
-            inserting("pallas")
+            impl_of_insert("pallas")

@@ -9,6 +9,7 @@ import pytest
 
 from reformax.declared import SettingError
 from reformax.ops import dsa
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing import streaming
 from reformax.ops.indexing.candidates import Clustered, Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
@@ -142,8 +143,8 @@ def test_kernels_choose_infinite_keys_where_array_operations_do(candidates, dtyp
     keys = indexer.scored(x.keys[:, :, None], position[None])[:, :, 0]
     x = Indexed(IndexQueries(queries, np.ones((2, 37, 3), np.float32)), keys)
     got, want = (
-        np.asarray(jax.jit(lambda x, how=how: indexer.choose(x, None, 5, True, 37, KEY, how))(x))
-        for how in (True, None)
+        np.asarray(jax.jit(lambda x, impl=impl: indexer.choose(x, None, 5, True, 37, KEY, impl))(x))
+        for impl in (INTERPRETED, "xla")
     )
     assert as_sets(got) == as_sets(want)
     seen = (np.einsum("btjd,bd->btj", queries, keys[:, 12]) > MAX_INDEX / 2).any(axis=-1)[:, 12:]
@@ -171,8 +172,8 @@ def test_a_kernel_chooses_among_candidates_what_array_operations_do(name):
     if INDEXERS[name].learns:
         x = x._replace(params=INDEXERS[name].candidates.init(KEY, x.keys.shape[2]))
     chosen = [
-        jax.jit(lambda x, ids, how=how: INDEXERS[name].choose(x, ids, *settings, how))(x, ids)
-        for how in (True, None)
+        jax.jit(lambda x, ids, impl=impl: INDEXERS[name].choose(x, ids, *settings, impl))(x, ids)
+        for impl in (INTERPRETED, "xla")
     ]
     got, want = map(np.asarray, chosen)
     assert as_sets(got) == as_sets(want)
