@@ -169,6 +169,9 @@ def test_the_table_of_times_is_that_of_the_file(script):
     tables = script(ROOT / "docs/attention_table.py")
     page = tables.PAGE.read_text()
     assert tables.written(page) == page, "run python docs/attention_table.py"
+    shown = re.findall(r"^\| (\w+) \| [\d<O]", page, re.MULTILINE)
+    assert len(shown) == len(set(shown)), "an attention has figures of two measurements"
+    assert set(shown) == {key[0] for key in tables.read()} - set(tables.UNSHOWN) | {"csa"}
 
 
 def test_all_tables_of_times_have_every_figure_of_the_file(script):

@@ -475,7 +475,7 @@ def check_emptied(case: Case) -> None:
     if held > HELD:
         raise RuntimeError(
             f"{case.attention} of {case.length:,} tokens has left {memory.words(held)} in the "
-            "device's memory: give the same command again, which goes on behind it"
+            "device's memory: run the same command again, which resumes after it"
         )
 
 

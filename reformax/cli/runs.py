@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from reformax import durable
 from reformax.cli import flags, report, statements
+from reformax.data.files import PLOT
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
 from reformax.training.folder import OF_WORDS
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = read(args.folders)
     for line in table(runs, None if args.all else report.width()):
         print(line)
-    path = Path(args.plot or _parent(args.folders) / "runs.png")
+    path = Path(args.plot or _parent(args.folders) / PLOT)
     try:
         durable.write(path, draw(runs, args.x))
     except OSError as error:

@@ -40,12 +40,12 @@ import jax
 from reformax import durable
 from reformax.cli import config, errors, flags, messages, modules, parsed, runs, typed
 from reformax.cli.statements import Statements, read_file
+from reformax.data.files import FINISHED, PLOT
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
 from reformax.training.interrupt import Interrupt
 
-FINISHED = "finished.json"  # the fingerprints of the configs of runs that have finished, by name
 LONGEST = 100  # letters of a run's name
 
 
@@ -254,4 +254,4 @@ def _show(folder: Path, members: list[Member]) -> None:
     begun = [str(path) for path in folders if (path / "metrics.jsonl").is_file()]
     if begun:
         print()
-        runs.main([*begun, f"--plot={folder / 'runs.png'}"])
+        runs.main([*begun, f"--plot={folder / PLOT}"])

@@ -43,8 +43,8 @@ DAMAGED = (
     zlib.error,
 )
 # What `reformax runs` draws where all its runs are below, and what `reformax sweep` writes next to
-# its runs.
-_PLOT, _FINISHED = "runs.png", "finished.json"
+# its runs: the fingerprints of the configs of those that have finished, by name.
+PLOT, FINISHED = "runs.png", "finished.json"
 _MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0", "zip": b"PK", "zstd": b"\x28\xb5\x2f\xfd"}
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -247,7 +247,7 @@ def listed(
         for name in names:
             path = Path(here, name)
             reason = "hidden" if name.startswith(".") else None
-            if name == _PLOT or runs and name == _FINISHED:
+            if name == PLOT or runs and name == FINISHED:
                 reason = "of runs"
             if reason is None and not fnmatch.fnmatch(name, pattern):
                 reason = f"not {pattern}"

@@ -265,11 +265,11 @@ class Indexer(IndexerDecoding, Options):
         """The best candidates of some queries, which are found for a chunk of queries at a time."""
         prepared, choose, of_all = self.candidates.prepare(keys), None, None
         in_arrays, interpret = impl == "xla", impl == INTERPRETED
-        if not in_arrays and self.group == 1:
-            of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)
         if not in_arrays:
             from reformax.ops.kernels.triton import candidate_scores as kernel
 
+            if self.group == 1:
+                of_all = self.candidates.of_all(prepared, keys, queries.index, interpret)
             parts = kernel.parts_of(keys.keys[:, :, None], self.dtype)
 
             def choose(index: IndexQueries, found: Int[Array, "B Q M"]) -> Int[Array, "B Q K"]:
