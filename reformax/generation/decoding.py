@@ -28,6 +28,9 @@ from reformax.generation.texts import Resumed, TextState, of_rows, parts_of, res
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
 Block = Annotated[int, Bounds(1, BLOCK)]
+# Steps of a GPU from one look at whether all rows have ended to the next. For each look it waits
+# for the host, which takes as long as a twentieth of a small model's step.
+ROUND = 16
 End = Count | Sequence[Count] | None
 
 
@@ -282,9 +285,11 @@ def _blocks(
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
     params = for_decoding(model, mesh, params)
+    n_at_once = _steps_at_once(every, return_state)
     while left:
         n = min(every, left)
-        state, block = _go_on(model, mesh, return_state, params, state, draws, jnp.int32(n))
+        static = model, mesh, return_state, n_at_once
+        state, block = _go_on(*static, params, state, draws, jnp.int32(n))
         yield np.asarray(ready)[:n_prompts]
         if np.all(done):
             break
@@ -313,13 +318,31 @@ def _first_draw(logits, decoding, n_real, draws: _Draws, drawn) -> _State:
     return _State(decoding, token, done, drawn + 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _steps_at_once(every: int, return_state: bool) -> int:
+    """The steps of `_go_on` between two looks at its rows.
+
+    The last steps may be more than were asked for. Nobody sees their tokens; a state that is
+    returned must not have them.
+    """
+    exact = return_state or every % ROUND or jax.default_backend() == "cpu"
+    return 1 if exact else ROUND
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def _go_on(
-    model, mesh, keep_ended: bool, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
+    model,
+    mesh,
+    keep_ended: bool,
+    n_at_once: int,
+    params,
+    state: _State,
+    draws: _Draws,
+    n_new: Int[Array, ""],
 ) -> tuple[_State, Int[Array, "B n"]]:
     """Draws `n_new` tokens of each row into the first columns; stops when all rows have ended.
 
-    A row that has ended keeps its last token, and with `keep_ended` its state.
+    A row that has ended keeps its last token, and with `keep_ended` its state. `n_at_once` divides
+    `BLOCK`: so many steps follow each look at the rows, and the last ones may go beyond `n_new`.
     """
     n_rows, step = state.token.shape[0], devices.on(mesh, model.step)
 
@@ -327,7 +350,7 @@ def _go_on(
         i, state, _ = carry
         return (i < n_new) & ~jnp.all(state.done)
 
-    def draw(carry):
+    def draw(_, carry):
         i, state, out = carry
         logits, decoding = step(params, state.token, state.decoding)
         if keep_ended:
@@ -339,7 +362,8 @@ def _go_on(
         return i + 1, state, out.at[:, i].set(shown)
 
     out = jnp.full((n_rows, BLOCK), draws.ends[0], jnp.int32)
-    _, state, out = jax.lax.while_loop(more, draw, (jnp.int32(0), state, out))
+    draw_some = functools.partial(jax.lax.fori_loop, 0, n_at_once, draw)
+    _, state, out = jax.lax.while_loop(more, draw_some, (jnp.int32(0), state, out))
     return state, out
 
 

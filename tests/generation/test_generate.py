@@ -108,6 +108,30 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     assert (reading.prefill._cache_size(), decoding._go_on._cache_size()) == before
 
 
+def test_steps_at_once_draw_the_same_tokens(model, params, monkeypatch):
+    """As on a GPU: lengths that rounds do not divide, up to the cache's end, and rows that end."""
+    options = dict(seed=3, max_length=64)
+    whole = generation.generate(model, params, PROMPTS, 40, **options)
+    end = int(whole[0][4])
+
+    def texts():
+        for n in (2, 40, 64 - max(map(len, PROMPTS))):
+            yield generation.generate(model, params, PROMPTS, n, **options)
+        yield generation.generate(model, params, PROMPTS, 40, **options, end=end)
+
+    one_by_one = list(texts())
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding.jax, "default_backend", lambda: "gpu")
+        calls = (64, False), (64, True), (8, False)
+        at_once = [decoding._steps_at_once(*call) for call in calls]
+    assert at_once == [16, 1, 1], "a state and a short block have as many tokens as asked"
+    monkeypatch.setattr(decoding, "_steps_at_once", lambda *_: 16)
+    before = decoding._go_on._cache_size()
+    for rows, want in zip(texts(), one_by_one, strict=True):
+        assert [x.tolist() for x in rows] == [x.tolist() for x in want]
+    assert decoding._go_on._cache_size() == before + 1, "rounds are a program of their own"
+
+
 def test_a_row_ends(model, params):
     rows = generation.generate(model, params, PROMPTS, 40, seed=3, max_length=64)
     end = int(rows[0][4])
