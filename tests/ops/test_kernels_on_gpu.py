@@ -173,6 +173,11 @@ CASES = {
     "gated_linear, wide": Case(gated_linear.gated_linear, 2, 2, 128, 1000, packed=True),
     "gated_linear, 72": Case(gated_linear.gated_linear, 2, 2, 72, 777),
     "gated_delta, wide": Case(gated_delta.gated_delta, 2, 2, 128, 1000, packed=True),
+    "gated_delta, many": Case(gated_delta.gated_delta, 32, 32, 64, 4000, packed=True),
+    "gated_delta, many wide": Case(
+        gated_delta.gated_delta, 16, 16, 128, 3000, dtypes=("bfloat16",)
+    ),
+    "retention, many": Case(retention.retention, 32, 32, 64, 2000, packed=True),
     "kda, wide": Case(kda.kda, 2, 2, 128, 777),
     "gated_linear, 256": Case(gated_linear.gated_linear, 2, 2, 256, 777),
     "gated_delta, 256": Case(gated_delta.gated_delta, 2, 2, 256, 1000, dtypes=("bfloat16",)),

@@ -150,6 +150,36 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
     assert_trees_close(run(3), run(1), 2e-6)
 
 
+@pytest.mark.parametrize(
+    "kind, packed, groups",
+    [
+        ("gated delta", True, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gated delta", True, 3), ("delta", False, 3), ("head", True, 3))
+        ),
+        pytest.param("linear", False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_outputs_in_one_scan(kind, packed, groups, monkeypatch):
+    """Programs that pass states on compute the outputs that a kernel of its own does."""
+    length = 300 if groups > 1 else 150
+    inputs = draw(kind, length, batch=1, n_heads=1, least=-0.02)
+    inputs = RecurrenceInputs(*jax.tree.map(np.float32, inputs))
+    ids = np.sort(runs(length, 1), axis=1) if packed else None
+    initial = np.random.default_rng(3).normal(size=(1, 1, inputs.k.shape[3], inputs.v.shape[3]))
+    initial = None if groups > 1 else initial.astype(np.float32)
+
+    def run(fewest):
+        monkeypatch.setattr(kernel, "HALF", fewest)
+        run = functools.partial(kernel.forward, interpret=True, groups=groups)
+        jaxpr = str(jax.make_jaxpr(run)(inputs, ids, None, initial))
+        assert ("recurrence_output" in jaxpr) == (fewest > 1)
+        return jax.jit(run)(inputs, ids, None, initial)[0]
+
+    assert_trees_close(run(1), run(100), 2e-6)
+
+
 def test_segments_move_no_rows():
     """Kernels gather rows by the segments' order: nothing but ids is sorted or copied."""
     inputs = jax.tree.map(np.float32, draw("gated delta", 70, batch=1, n_heads=1))

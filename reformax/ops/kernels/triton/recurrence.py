@@ -46,8 +46,9 @@ from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.unit_length import UnitRows
 
 F32 = jnp.float32
-# Programs that fill a GPU of 132 processors; the fewest chunks of a group.
-PROGRAMS, LEAST_CHUNKS = 264, 16
+# Programs that fill a GPU of 132 processors, two of which one holds, but of the delta rule with
+# decays by head; those that fill half of it; and the fewest chunks of a group.
+PROGRAMS, HALF, LEAST_CHUNKS = 264, 64, 16
 # Warps of a program.
 WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
 STAGES = 3  # pipeline stages of the kernels that loop over chunks
@@ -61,7 +62,9 @@ def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) 
     if groups is None and delta and size > NARROW_HEAD:
         groups = 1  # a chip does not hold the matrix of a group
     elif groups is None:
-        groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
+        by_head = x.log_decay is None or x.log_decay.shape[3] == 1
+        programs = PROGRAMS // 2 if delta and by_head else PROGRAMS
+        groups = min(programs // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
         # Groups read all chunks twice, and with the delta rule once more for a matrix.
         groups = groups if groups > (3 if delta else 1) else 1
     n_chunks = pl.cdiv(n_chunks, groups)
@@ -161,6 +164,33 @@ class _Launches(NamedTuple):
         solution = None if residuals is None else residuals.solution
         return self._each(solve_kernel, (solution,), (shapes,))[0]
 
+    @property
+    def in_one_scan(self) -> bool:
+        """Whether the programs that pass states on compute the outputs too.
+
+        They hold the queries, keys, values and reads of three chunks, and pairs of rows, which with
+        decays by feature are too many tiles. They take longer a chunk, in which a GPU that they do
+        not fill waits.
+        """
+        (batch, _, n_heads, d_k), blocks = self.x.k.shape, self._blocks
+        n_programs = batch * n_heads * self.plan.n_groups * blocks.grid(d_k, self.x.v.shape[3])
+        row = (blocks.h * (2 if self.x.beta is None else 3) + blocks.v) * self.plan.dtype.itemsize
+        fits = STAGES * L * row < 0.75 * 1024 * dispatch.shared_kib()
+        whole = blocks.h >= d_k and not (self.by_feature or self.plan.mean)
+        return fits and whole and n_programs >= HALF
+
+    def outputs(
+        self, solved, initial: RecurrenceStates | None = None
+    ) -> tuple[Float[Array, "B T N V"], RecurrenceStates | None, Residuals]:
+        """The outputs, and the rest as in `states`."""
+        like_v = self._like(self.x.v)
+        if self.in_one_scan:
+            (_, _, out), final, residuals = self._pass_on(solved, (None, None, like_v), initial)
+        else:
+            states, values, final, residuals = self.states(solved, initial)
+            (out, _) = self._each(output_kernel, (states, values), (like_v, None))
+        return out, final, residuals
+
     def states(
         self, solved, initial: RecurrenceStates | None = None, residuals: Residuals | None = None
     ) -> tuple[RecurrenceStates, Array, RecurrenceStates | None, Residuals]:
@@ -169,28 +199,40 @@ class _Launches(NamedTuple):
         The state after the last chunk is there with the one before the first chunk, `initial`, of
         one group. The fourth result is what the backward pass reads, where it is called with None.
         """
+        dtype = None if initial is None else F32
+        values = None if solved is None else self._like(self.x.v)
+        wanted = self._state_shapes(dtype)[0], values, None
+        (states, values, _), final, residuals = self._pass_on(solved, wanted, initial, residuals)
+        return states, self.x.v if solved is None else values, final, residuals
 
-        def run(begins, states, ends):
-            values = None if solved is None or states is None else self._like(self.x.v)
-            inputs, n = (self.x, solved, begins), 0
-            if solved is not None and states is None:
-                blocks = self._blocks
-                n = pl.cdiv(blocks.h, blocks.v)
-                width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
-                ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
-            return self._scan(states_kernel, inputs, (states, values, ends), n)
+    def _pass_on(self, solved, wanted, initial=None, residuals: Residuals | None = None):
+        """The `wanted` states, values and outputs of `states_kernel`, and the rest of `states`."""
+
+        def run(begins, wanted, ends):
+            scanned = self._scan(states_kernel, (self.x, solved, begins), (*wanted, ends))
+            return scanned[:3], scanned[3]
+
+        def run_groups(ends):
+            if solved is None:
+                return run(None, (None,) * 3, ends)[1]
+            blocks = self._blocks
+            n = pl.cdiv(blocks.h, blocks.v)
+            width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
+            ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
+            inputs, shapes = (self.x, solved, None), (None, None, None, ends)
+            return self._scan(states_kernel, inputs, shapes, more_blocks=n)[3]
 
         if initial is not None:
-            states, values, final = run(initial, *self._state_shapes(F32))
+            found, final = run(initial, wanted, self._state_shapes(F32)[1])
             residuals = Residuals()
         else:
             if residuals is None:
-                begins, ends = self._groups(run, None, reverse=False)
+                begins, ends = self._groups(run_groups, None, reverse=False)
                 residuals = Residuals(begins, None if solved is None else ends)
-            states, values, final = run(residuals.begins, self._state_shapes()[0], None)
-        if solved is None:
-            return states, self.x.v, final, residuals
-        return states, values, final, residuals._replace(solution=solved.solution)
+            found, final = run(residuals.begins, wanted, None)
+        if solved is not None:
+            residuals = residuals._replace(solution=solved.solution)
+        return found, final, residuals
 
     def d_states(
         self, solved, d_out, d_total, d_values_within, transitions, d_final=None
@@ -213,7 +255,7 @@ class _Launches(NamedTuple):
 
         if d_final is not None:
             return run(d_final, *self._state_shapes(F32))
-        begins, _ = self._groups(run, transitions, reverse=True)
+        begins, _ = self._groups(lambda ends: run(None, None, ends)[2], transitions, reverse=True)
         return run(begins, self._state_shapes()[0], None)
 
     @property
@@ -229,9 +271,11 @@ class _Launches(NamedTuple):
         # programs of `states` share a processor where two stages are in flight; of `d_states`,
         # which reads more, one has it for itself, if it holds three.
         row = blocks.h * self.plan.dtype.itemsize
+        in_one_scan = kernel is states_kernel and out_shape[2] is not None
         fewer = kernel is states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
         wide = row > 384 or (row >= 256 and fewer)
-        stages = STAGES - 1 if wide and self.x.beta is not None else STAGES
+        wide &= self.x.beta is not None and not in_one_scan
+        stages = STAGES - 1 if wide else STAGES
         return _run(kernel, self.plan, grid, inputs, out_shape, stages, blocks=blocks)
 
     def _state_shapes(self, of_groups=None) -> list[RecurrenceStates]:
@@ -246,7 +290,7 @@ class _Launches(NamedTuple):
         return [shapes(plan.n_groups * plan.n_chunks), shapes(plan.n_groups, of_groups)]
 
     def _groups(self, run, transitions, reverse: bool):
-        """The states before groups, and after them from zeros; none of one group.
+        """The states before groups, and after them from zeros, by `run`; none of one group.
 
         With `reverse`, the gradients of the states after groups.
         """
@@ -254,10 +298,13 @@ class _Launches(NamedTuple):
         if plan.n_groups == 1:
             return None, None
         shapes = self._state_shapes(F32)[1]
-        ends = run(None, None, shapes)[2]
+        ends = run(shapes)
         if self.x.beta is not None and transitions is None:
             transitions = ends
-        blocks = self._blocks
+        blocks, first = self._blocks, None
+        if transitions is not None:
+            first = transitions.outer.shape[4] - pl.cdiv(blocks.h, blocks.v) * blocks.v
+            blocks = blocks.narrow
         (begins,) = _run(
             begins_kernel,
             plan,
@@ -265,6 +312,7 @@ class _Launches(NamedTuple):
             (self.x, self._kept(), ends, transitions),
             (shapes,),
             blocks=blocks,
+            first=first,
             reverse=reverse,
         )
         return begins, ends
@@ -284,10 +332,6 @@ class _Launches(NamedTuple):
             one_segment = same_segment(id_before, group_ids[:, :, -1])
             kept = jnp.where(one_segment[:, None, :, None], kept, 0)
         return jnp.broadcast_to(kept, (*kept.shape[:3], size))
-
-    def output(self, states, values) -> Float[Array, "B T N V"]:
-        shapes = self._like(self.x.v), None
-        return self._each(output_kernel, (states, values), shapes)[0]
 
     def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
@@ -366,10 +410,9 @@ def forward(
       groups: groups of chunks that run in parallel; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, interpret, groups if initial is None else 1, order)
-    states, values, final, residuals = launches.states(launches.solved(keep=keep), _state(initial))
+    out, final, residuals = launches.outputs(launches.solved(keep=keep), _state(initial))
     size = x.v.shape[3]
-    out = launches.output(states, values)[..., :size]
-    return (out, None if initial is None else final.outer[:, :, 0, :, :size]), residuals
+    return (out[..., :size], None if initial is None else final.outer[:, :, 0, :, :size]), residuals
 
 
 def backward(

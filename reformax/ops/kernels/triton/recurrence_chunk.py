@@ -93,6 +93,7 @@ class ChunkRows(NamedTuple):
     head: Any
     start: Any  # its first row
     positions: Any  # of its rows, [L]
+    known: dict[str, Any] | None = None  # numbers that are loaded; None: each is at its use
 
     @classmethod
     def of(cls, plan: RecurrencePlan, x: RecurrenceArrays, batch, head, start) -> ChunkRows:
@@ -127,6 +128,38 @@ class ChunkRows(NamedTuple):
         mask = None if exists is None else exists[:, None]
         return view, joint_mask(mask, column_mask(columns, ref.shape[3], 0), (L, len(columns)))
 
+    # Numbers of rows and of the chunk.
+
+    def load_numbers(self) -> ChunkRows:
+        """Loads them now: loaded at its use, after a product, each costs its whole latency."""
+        names = ["beta"] if self.x.beta is not None else []
+        names += ["decay", "end_decay"] if self.by_head else []
+        names += ["ids", "last_id", "end_id"] if self.x.ids is not None else []
+        return self._replace(known={name: self._load(name) for name in names})
+
+    def _number(self, name: str) -> Array:
+        return self._load(name) if self.known is None else self.known[name]
+
+    def _load(self, name: str) -> Array:
+        match name:
+            case "beta":  # [L]
+                return self.numbers(self.x.beta)
+            case "decay":  # of the head, [L]
+                return pltriton.load(self.x.decay.at[self.batch, self.index(), self.head])
+            case "end_decay":  # of the head over the whole chunk, [1]
+                return pltriton.load(self.x.decay.at[self.batch, self._at(L - 1), self.head])
+            case "ids":  # [L]
+                return pltriton.load(self.x.ids.at[self.batch, self.index()])
+            case "last_id":  # of the row before the chunk; for the first chunk, of its first row
+                before = jnp.full((1,), jnp.maximum(self.start - 1, 0), jnp.int32)
+                return pltriton.load(self.x.ids.at[self.batch, before])
+            case "end_id":  # of the last row, [1]
+                return pltriton.load(self.x.ids.at[self.batch, self._at(L - 1)])
+        raise ValueError(name)
+
+    def _at(self, t: int) -> Int[Array, " 1"]:
+        return jnp.full((1,), self.start + t, jnp.int32)
+
     # Tiles of pairs of rows, and scalars of rows.
 
     def pairs(self, ref) -> Float[Array, "L L"]:
@@ -158,11 +191,9 @@ class ChunkRows(NamedTuple):
         return self.x.decay is not None and len(self.x.decay.shape) == 4
 
     def decay(self, columns=None) -> Float[Array, "L _"]:
-        return self._decays(self.index(), columns) if self.by_feature else self.head_decay[:, None]
-
-    @property
-    def head_decay(self) -> Float[Array, " L"]:
-        return pltriton.load(self.x.decay.at[self.batch, self.index(), self.head])
+        if self.by_feature:
+            return self._decays(self.index(), columns)
+        return self._number("decay")[:, None]
 
     def put_decays(self, ref, tile) -> None:
         """Writes all of a chunk's decays, `[B, Tp, N, H]`."""
@@ -207,31 +238,22 @@ class ChunkRows(NamedTuple):
         # A loop, because programs that hold all halves at once are slow.
         return lax.while_loop(lambda x: x[0] >= 0, step, (np.int32(BITS - 1), initial))[1]
 
-    def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
-        index = jnp.full((1,), self.start + t, jnp.int32)
-        if not self.by_feature:
-            return pltriton.load(self.x.decay.at[self.batch, index, self.head])[:, None]
-        return self._decays(index, columns)
+    def end_decay(self, columns=None) -> Float[Array, "1 _"]:
+        """The decay of the whole chunk."""
+        if self.by_feature:
+            return self._decays(self._at(L - 1), columns)
+        return self._number("end_decay")[:, None]
 
     # Segments.
-
-    def id_at(self, index) -> Int[Array, " 1"]:
-        return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), index, jnp.int32)])
-
-    def ids(self) -> Int[Array, " L"]:
-        return pltriton.load(self.x.ids.at[self.batch, self.index()])
 
     def seen(self, exclude_self: bool = False) -> Bool[Array, "L L"]:
         """Which rows of its chunk each row sees."""
         i, j = sides()
         mask = j < i if exclude_self else j <= i
         if self.x.ids is not None:
-            mask = mask & (self.ids()[:, None] == self.ids()[None, :])
+            ids = self._number("ids")
+            mask = mask & (ids[:, None] == ids[None, :])
         return mask
-
-    def _last(self):
-        """The id of the row before the chunk; for the first chunk, the id of its first row."""
-        return self.id_at(jnp.maximum(self.start - 1, 0))
 
     # Factors of decay and of the delta rule. Those of a head belong to rows: they multiply products
     # of rows, so that queries and keys are operands as they lie in memory. Those of features
@@ -250,17 +272,17 @@ class ChunkRows(NamedTuple):
     def old_columns(self, pairs) -> Float[Array, "L L"]:
         """`old_rows` of the right side of a product with these pairs."""
         if self.by_head:
-            pairs = pairs * jnp.exp(self.head_decay)[None, :]
+            pairs = pairs * jnp.exp(self._number("decay"))[None, :]
         return pairs if self.x.ids is None else jnp.where(self._old()[None, :], pairs, 0)
 
     def _old(self) -> Bool[Array, " L"]:
-        return self.ids() == self._last()
+        return self._number("ids") == self._number("last_id")
 
     def to_new(self, x, columns=None) -> Float[Array, "L H"]:
         """Keys that are written to the state after the chunk, decayed by feature."""
         if not self.by_feature:
             return x
-        return x * jnp.exp(jnp.minimum(self.decay_at(L - 1, columns) - self.decay(columns), 0))
+        return x * jnp.exp(jnp.minimum(self.end_decay(columns) - self.decay(columns), 0))
 
     def read_new(self, columns) -> Float[Array, "L H"]:
         """Keys `to_new`."""
@@ -269,18 +291,18 @@ class ChunkRows(NamedTuple):
     def new_rows(self, y) -> Float[Array, "L J"]:
         """Values or products of keys `to_new`, decayed by head; zeros at forgotten rows."""
         if self.by_head:
-            y = y * jnp.exp(jnp.minimum(self.decay_at(L - 1) - self.decay(), 0))
+            y = y * jnp.exp(jnp.minimum(self.end_decay() - self.decay(), 0))
         if self.x.ids is None:
             return y
-        return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], y, 0)
+        return jnp.where((self._number("ids") == self._number("end_id"))[:, None], y, 0)
 
     def times_beta(self, y) -> Float[Array, "L J"]:
         """Rows times the delta rule's factor."""
-        return y if self.x.beta is None else y * self.numbers(self.x.beta)[:, None]
+        return y if self.x.beta is None else y * self._number("beta")[:, None]
 
     def beta_columns(self, pairs) -> Float[Array, "L L"]:
         """`times_beta` of the right side of a product with these pairs."""
-        return pairs if self.x.beta is None else pairs * self.numbers(self.x.beta)[None, :]
+        return pairs if self.x.beta is None else pairs * self._number("beta")[None, :]
 
     def forget(self, state: RecurrenceStates, columns) -> RecurrenceStates:
         """The state decayed over the chunk; zeros where none is left, even of an infinite state."""
@@ -293,13 +315,13 @@ class ChunkRows(NamedTuple):
             state = jnp.where(kept > 0, kept * state, 0)
         if self.x.ids is None:
             return state
-        one_segment = self._last() == self.id_at(self.start + L - 1)
+        one_segment = self._number("last_id") == self._number("end_id")
         return jnp.where(one_segment[:, None], state, 0)
 
     def _end(self, columns) -> Float[Array, "_ 1"]:
         """The decay of the whole chunk, as a column."""
         if not self.by_feature:
-            return self.decay_at(L - 1)
+            return self.end_decay()
         index = jnp.full((1, 1), self.start + L - 1, jnp.int32)
         view = self.x.decay.at[self.batch, index, self.head, columns[:, None]]
         inside = column_mask(columns, self.x.decay.shape[3], 1)
@@ -370,7 +392,7 @@ class ChunkRows(NamedTuple):
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs that see each other, times the decay of their head."""
         if self.by_head:
-            c = self.head_decay
+            c = self._number("decay")
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
         return jnp.where(seen, pairs, 0)
@@ -425,6 +447,6 @@ def joint_mask(mask, other, shape) -> Bool[Array, "*d"] | None:
 
 
 def chunk_of(plan: RecurrencePlan, x: RecurrenceArrays) -> ChunkRows:
-    """The chunk of a program of the grid (C, N, B)."""
+    """The chunk of a program of the grid (C, N, B), and its numbers."""
     batch, head, chunk = pl.program_id(2), pl.program_id(1), pl.program_id(0)
-    return ChunkRows.of(plan, x, batch, head, chunk * L)
+    return ChunkRows.of(plan, x, batch, head, chunk * L).load_numbers()

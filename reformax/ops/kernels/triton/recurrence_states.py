@@ -30,6 +30,8 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
 )
 
 COLUMNS = 64  # columns of a block
+# Columns of programs that wait for a whole matrix for each product: many wait at the same time.
+NARROW_COLUMNS = 16
 
 
 class StateBlocks(NamedTuple):
@@ -43,6 +45,10 @@ class StateBlocks(NamedTuple):
         """Blocks of a state; `whole` ones have all features of the keys."""
         h, v, widest = power_of_two(d_k), power_of_two(d_v), 256 // jnp.dtype(dtype).itemsize
         return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= widest or not whole else 32))
+
+    @property
+    def narrow(self) -> StateBlocks:
+        return self._replace(v=min(self.v, NARROW_COLUMNS))
 
     def grid(self, d_k: int, d_v: int) -> int:
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
@@ -74,14 +80,17 @@ def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights=None) -> Recurr
     return RecurrenceStates(state.outer + rows.product(x, y, "00"), keys)
 
 
-def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> None:
-    """The state before each chunk, and the written values; or the state at the end of each group.
+def states_kernel(x, solved, begins, states, values, out, ends, *, plan, blocks) -> None:
+    """The state before each chunk and the written values, or the outputs, which read them here.
+
+    Or the state at the end of each group alone.
 
     Args:
       solved: the delta rule; None for others.
       begins: the state before each group; None: zeros.
       states, values: the results; None in the first of two passes. Values are the x of
         `SolvedDelta`, None for others.
+      out: the outputs, of blocks of all features without decays by feature; or None.
       ends: the state at the end of each group from zeros, and the transition; None otherwise.
     """
     program, group, h, v = _block(plan, x, blocks)
@@ -98,6 +107,8 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
     def step(i, state):
         chunk = group * plan.n_chunks + i
         rows = program.at(chunk * L)
+        if out is not None:
+            rows = rows.load_numbers()
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         # What does not wait for the products comes before them.
@@ -112,6 +123,11 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
             if values is not None:
                 rows.write(values, written, v)
             written = rows.times_beta(written)
+        if out is not None:
+            q = rows.read(x.q, h)
+            pairs = rows.weighted(rows.product(q, keys, "11"), rows.seen())
+            old = rows.old_rows(rows.product(q, state.outer))
+            rows.write(out, old + rows.product(pairs, written), v)
         weights = rows.new_rows(jnp.ones((L, 1), jnp.float32)) if plan.mean else None
         return _add(rows, kept, keys, rows.new_rows(written), weights)
 
@@ -156,15 +172,15 @@ def d_states_kernel(
         program.put_state(ends, group, h, v, state)
 
 
-def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) -> None:
+def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, first, reverse) -> None:
     """The state before each group; with `reverse`, the gradient of the state after it.
 
     Args:
       kept: `[B, N, G, H]`, the decay of a state over a group; with the delta rule, 1 if any is
         left, or 0.
       ends: the state at the end of each group, from zeros.
-      transitions: for the delta rule `[B, N, G, H, W + H]`, whose last H columns are the group's
-        result for the identity; None for others.
+      transitions: for the delta rule the group's result for the identity, from column `first` on;
+        None for others.
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)
@@ -179,7 +195,7 @@ def begins_kernel(x, kept, ends, transitions, begins, *, plan, blocks, reverse) 
         left = load(left, joint_mask(None, column_mask(h, kept.shape[3], 1), (len(h), 1)))
         outer, keys = left * state.outer, state.keys
         if transitions is not None:
-            matrix = program.state(transitions, group, h, n * blocks.v + h).outer
+            matrix = program.state(transitions, group, h, first + h).outer
             parts = (parts_of(x, 2) for x in (matrix, state.outer))
             outer = matmul_in_parts(*parts, contract="00" if reverse else "10")
         more = program.state(ends, group, h, v)
