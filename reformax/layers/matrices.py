@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # The most numbers of a row that "auto" takes a kernel for: a program has the row and two of the
 # matrix on the chip.
 MOST = 4096
+# The most rows that another kernel multiplies with a matrix in 16 bits: a tensor core's tile.
+FEW = 16
 # What a step's error says of the weights that `apply` reads.
 FOR_DECODING = "expected those of for_decoding(params)"
 
@@ -103,14 +105,17 @@ def affine(
       activation: the nonlinearity; None: none.
       added: the stream that the output is added to, in its dtype.
       sizes: of the parts; (): the whole.
-      impl: as in `FeedForward`. The kernel computes all of this, the norm for each of its programs
-        anew. "auto" takes it on a GPU for a single row.
+      impl: as in `FeedForward`. The kernel of a single row computes all of this, the norm for each
+        of its programs anew. That of up to `FEW` rows in 16 bits computes all but the norm. "auto"
+        takes them on a GPU.
 
     Raises:
       NotImplementedError: a kernel asked for cannot run here.
     """
     rows = x.x if isinstance(x, Unnormed) else x
-    pays = rows.size == rows.shape[-1] <= MOST and accum_dtype(w.dtype) == jnp.float32
+    size = rows.shape[-1]
+    few = size < rows.size <= FEW * size and w.dtype.itemsize == 2
+    pays = few or (rows.size == size <= MOST and accum_dtype(w.dtype) == jnp.float32)
     pays = pays and (activation is None or activation in IN_KERNELS)
     chosen = choose_impl(impl, pays, pallas=None) if rows.size else "xla"
     sizes = tuple(sizes) or (b.size if b is not None else transposed_on_gpu(w).shape[1],)
@@ -123,17 +128,20 @@ def affine(
         y = y if activation is None else activation(y).astype(x.dtype)
         y = y if added is None else added + y.astype(added.dtype)
         return jnp.split(y, list(accumulate(sizes))[:-1], axis=-1)
-    from reformax.layers.kernels import one_row as kernel
+    from reformax.layers.kernels import few_rows, one_row
 
+    if few:
+        x = rows = computed(x)
     epsilon = norm = None
     if isinstance(x, Unnormed):
         epsilon, norm = x.norm.epsilon, x.norm.factors(x.params)
-    options = kernel.OneRowOptions(epsilon, activation, sizes, chosen == INTERPRETED)
+    options = one_row.OneRowOptions(epsilon, activation, sizes, chosen == INTERPRETED)
+    kernel = few_rows if few else one_row
 
     def of_rows(first, x, added, w, b, norm):
         del first
         flat = (None if y is None else y.reshape(-1, y.shape[-1]) for y in (x, added))
-        parts = kernel.affine(options, kernel.OneRowInputs(*flat, w, b, norm))
+        parts = kernel.affine(options, one_row.OneRowInputs(*flat, w, b, norm))
         return [part.reshape(*x.shape[:2], -1) for part in parts]
 
     w = w if jax.default_backend() == "gpu" else w.T

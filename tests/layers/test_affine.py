@@ -95,17 +95,43 @@ def test_narrow_weights_round_the_output_before_it_is_added(dtype):
     np.testing.assert_allclose(got, rounded + added, rtol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["xla", KERNEL])
+@pytest.mark.parametrize("rows", [(5, 1), (2, 6)])
+@pytest.mark.parametrize(
+    "d_in, sizes, options",
+    [(48, (7,), {"norm", "b", "relu"}), (33, (96, 5), {"norm"}), (1030, (20,), {"b", "added"})],
+)
+def test_several_narrow_rows_are_the_equation(d_in, sizes, options, rows, impl):
+    x, w = drawn(*rows, d_in), jnp.asarray(drawn(d_in, sum(sizes)) / d_in**0.5, "bfloat16")
+    b = drawn(sum(sizes)) if "b" in options else None
+    added = drawn(*rows, sum(sizes)) if "added" in options else None
+    activation = jax.nn.relu if "relu" in options else None
+    norm = {"scale": drawn(d_in), "bias": drawn(d_in)} if "norm" in options else None
+    read = jnp.asarray(x, "bfloat16")
+    x = read if norm is None else x
+    read = read if norm is None else Unnormed(layers.LayerNorm(dtype="bfloat16"), norm, x)
+    options = dict(activation=activation, added=added, sizes=sizes, impl=impl)
+    parts = affine(read, transposed_on_gpu(w), b, **options)
+    assert [part.shape for part in parts] == [(*rows, size) for size in sizes]
+    want = equation(x, w, b, norm, activation, added)
+    got = np.concatenate([np.asarray(part, np.float32) for part in parts], -1)
+    np.testing.assert_allclose(got, want, atol=0.05)
+
+
 def kernels(x, *arguments, **options):
     return str(jax.make_jaxpr(lambda *a: affine(*a, **options))(x, *arguments)).count("pallas_call")
 
 
-def test_auto_takes_the_kernel_for_one_row_on_a_gpu(monkeypatch):
+def test_auto_takes_a_kernel_for_one_row_and_for_few_narrow_ones_on_a_gpu(monkeypatch):
     monkeypatch.setattr(matrices, "choose_impl", lambda impl, pays, **_: KERNEL if pays else "xla")
     row, w = drawn(1, 1, 16), drawn(16, 16)
     assert kernels(row, w) == 1
     assert kernels(row, w, activation=jax.nn.gelu) == 1
     assert kernels(row, w, activation=jnp.tanh) == 0
     assert kernels(drawn(2, 1, 16), w) == kernels(drawn(1, 2, 16), w) == 0
+    narrow = w.astype("float16")
+    assert kernels(drawn(2, 1, 16), narrow) == kernels(drawn(1, matrices.FEW, 16), narrow) == 1
+    assert kernels(drawn(matrices.FEW + 1, 1, 16), narrow) == 0
     size = matrices.MOST + 1
     assert kernels(drawn(1, 1, size), drawn(size, size)) == 0
 

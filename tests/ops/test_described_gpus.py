@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.harness import attention_table
-from reformax.layers.kernels import feed_forward, layer_norm, one_row
+from reformax.layers.kernels import feed_forward, few_rows, layer_norm, one_row
 from reformax.ops import flash, lsh
 from reformax.ops.calls import dispatch
 from reformax.ops.calls.call import Call
@@ -79,6 +79,11 @@ def products_of_a_row(x, added, w, scale, bias):
     return one_row.affine(options, one_row.OneRowInputs(x, added, w, None, factors))
 
 
+def products_of_rows(x, added, w, bias):
+    options = one_row.OneRowOptions(None, jax.nn.gelu, (w.shape[0],))
+    return few_rows.affine(options, one_row.OneRowInputs(x, added, w, bias, None))
+
+
 def loss(logits, targets, weights):
     return cross_entropy.differentiate(logits, targets, weights, 0.1, 1e-4, "bfloat16")
 
@@ -104,6 +109,11 @@ OTHER_KERNELS = {
     ),
     products_of_a_row: (
         [((1, 1024), None), ((1, 4096), None), ((4096, 1024), None)] + [((1024,), "float32")] * 2,
+        0,
+    ),
+    products_of_rows: (
+        [((16, 1024), "bfloat16"), ((16, 4096), "float32"), ((4096, 1024), "bfloat16")]
+        + [((4096,), "bfloat16")],
         0,
     ),
     loss: ([((512, 50257), "float32"), ((512,), "int32"), ((512,), "float32")], 0),

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.layers.kernels.layer_norm import NormRows
 from reformax.ops.kernels.triton.common import launch, load, power_of_two
@@ -53,6 +53,39 @@ class OneRowOptions(NamedTuple):
     interpret: bool = False
 
 
+class Ending(NamedTuple):
+    """What follows the products of some rows with some outputs' columns.
+
+    It is read before the products, and is on its way while they are computed.
+    """
+
+    row: Any
+    at: Int[Array, "*d"]  # the outputs
+    exists: Bool[Array, "*d"]
+    b: Float[Array, "*d"] | None
+    added: Float[Array, "*d"] | None
+
+    @classmethod
+    def read(cls, inputs: OneRowInputs, row: Any, at: Array, exists: Array) -> Self:
+        b, added = inputs.b, inputs.added
+        b = None if b is None else load(b.at[at], at < len(inputs.w), 0.0)
+        added = None if added is None else load(added.at[row, at], exists, 0.0)
+        return cls(row, at, exists, b, added)
+
+    def store(self, products: Float[Array, "*d"], outputs: list, dtype: Any, activation) -> None:
+        """Writes `added + activation(products + b)` to the parts of the output."""
+        out = products if self.b is None else products + self.b.astype(jnp.float32)
+        out = out if activation is None else activation(out)
+        out = out.astype(dtype)
+        out = out if self.added is None else self.added + out.astype(self.added.dtype)
+        start = 0
+        for ref in outputs:
+            end = start + ref.shape[1]
+            mask = self.exists & (self.at >= start) & (self.at < end)
+            pltriton.store(ref.at[self.row, self.at - start], out, mask=mask)
+            start = end
+
+
 def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
     row, (n_out, size) = pl.program_id(1), inputs.w.shape
     n, width = _tile(size)
@@ -61,6 +94,7 @@ def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
     exists = at < n_out
     mask = exists[:, None] & (column < size)[None]
     w = load(inputs.w.at[at[:, None], column[None]], mask, 0.0).astype(jnp.float32)
+    ending = Ending.read(inputs, row, at, exists)
     bias = None if inputs.norm is None else inputs.norm.get("bias")
     rows = NormRows(size, options.epsilon, bias is not None)
     x = rows.load(inputs.x, row)
@@ -68,18 +102,7 @@ def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
         x = rows.norm(x, inputs.norm["scale"], bias)
     x = x.astype(inputs.w.dtype).astype(jnp.float32)
     out = jnp.sum(w * x[None], axis=1)
-    if inputs.b is not None:
-        out = out + load(inputs.b.at[at], exists, 0.0).astype(jnp.float32)
-    if options.activation is not None:
-        out = options.activation(out)
-    out = out.astype(inputs.w.dtype)
-    if inputs.added is not None:
-        out = load(inputs.added.at[row, at], exists, 0.0) + out.astype(inputs.added.dtype)
-    start = 0
-    for ref in outputs:
-        end = start + ref.shape[1]
-        pltriton.store(ref.at[row, at - start], out, mask=(at >= start) & (at < end))
-        start = end
+    ending.store(out, outputs, inputs.w.dtype, options.activation)
 
 
 def _tile(size: int) -> tuple[int, int]:
@@ -91,16 +114,16 @@ def _tile(size: int) -> tuple[int, int]:
 def affine(options: OneRowOptions, inputs: OneRowInputs) -> list[Float[Array, "R _"]]:
     """`reformax.layers.matrices.affine` for each row."""
     n_out, size = inputs.w.shape
+    grid = pl.cdiv(n_out, _tile(size)[0]), len(inputs.x)
+    return run(_kernel, options, inputs, grid=grid, num_warps=WARPS, num_stages=1, name="one_row")
+
+
+def run(
+    kernel: Callable[..., None], options: OneRowOptions, inputs: OneRowInputs, **how: Any
+) -> list[Float[Array, "R _"]]:
+    """The parts of the output by a kernel; `how` are options of `launch`."""
     dtype = inputs.w.dtype if inputs.added is None else inputs.added.dtype
     shapes = [jax.ShapeDtypeStruct((len(inputs.x), part), dtype) for part in options.sizes]
-    (parts,) = launch(
-        functools.partial(_kernel, options=options),
-        (inputs,),
-        (shapes,),
-        grid=(pl.cdiv(n_out, _tile(size)[0]), len(inputs.x)),
-        num_warps=WARPS,
-        num_stages=1,
-        interpret=options.interpret,
-        name="one_row",
-    )
+    kernel = functools.partial(kernel, options=options)
+    (parts,) = launch(kernel, (inputs,), (shapes,), interpret=options.interpret, **how)
     return parts
