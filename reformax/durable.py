@@ -35,6 +35,7 @@ _ADVICE = {
     errno.EEXIST: "give another path",
     errno.ENAMETOOLONG: "give a shorter name",
 }
+FULL = errno.ENOSPC, errno.EDQUOT  # the numbers of errors of a disk without room
 _OTHERWISE = "look after that disk or network share (dmesg)"
 
 # What tensorstore says at the end of an error of the system, whatever its Python type.
@@ -200,6 +201,12 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def size_on_disk(folder: Path) -> int:
+    """The bytes that the files below a folder take."""
+    found = (path.lstat() for path in folder.rglob("*"))
+    return sum(max(x.st_size, 512 * x.st_blocks) for x in found)
 
 
 def cache_folder(name: str) -> Path:

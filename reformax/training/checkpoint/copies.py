@@ -9,6 +9,8 @@ time is not noticed.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,9 +63,31 @@ class Copies:
     def send(self, folder: Path, step: int, kept: list[int]) -> None:
         """Copies a checkpoint; then deletes the copies of all steps but those of `kept`.
 
+        On a full disk these go first, all but the newest, and the checkpoint is copied after that.
+
         Raises:
-          Exception: of the store's library; the copy is not whole, others are as they were.
+          Exception: of the store's library. Nothing is left of the copy, and those of `kept` and
+            the newest are as they were.
         """
+        try:
+            self._send(folder, step)
+        except OSError as error:
+            newest = self._processes.broadcast(lambda: max(self.steps(), default=step))
+            if error.errno not in durable.FULL:
+                raise
+            self._processes.by_first(lambda: self._delete_others({*kept, newest}))
+            self._send(folder, step)
+        self._processes.by_first(lambda: self._delete_others(kept))
+
+    def _delete_others(self, kept: Collection[int]) -> None:
+        """Deletes the copies of other steps than these."""
+        for path in list(self._folder.iterdir()):
+            gone = path.name.isdecimal() and int(path.name) not in kept
+            if gone and any((path / x).exists() for x in (manifest.FILE, description.FILE)):
+                self._delete(path)
+
+    def _send(self, folder: Path, step: int) -> None:
+        """Copies a checkpoint; raises as `send`."""
         there, together = self._folder / str(step), self._processes
         together.by_first(lambda: self._delete(there))
 
@@ -75,13 +99,17 @@ class Copies:
 
         def end() -> None:
             (there / manifest.FILE).write_bytes((folder / manifest.FILE).read_bytes())
-            for path in list(self._folder.iterdir()):
-                gone = path.name.isdecimal() and int(path.name) not in kept
-                if gone and any((path / x).exists() for x in (manifest.FILE, description.FILE)):
-                    self._delete(path)
 
-        together.by_all(send)
-        together.by_first(end)
+        def leave_nothing() -> None:
+            with suppress(Exception):  # of a store that nothing can be deleted from either
+                self._delete(there)
+
+        try:
+            together.by_all(send)
+            together.by_first(end)
+        except Exception:
+            together.by_first(leave_nothing)
+            raise
 
     def _fetch(self, step: int, folder: Path) -> None:
         """Copies a checkpoint back into a new folder.
@@ -142,11 +170,19 @@ class Copies:
             for step in reversed(fetched):
                 together.by_first(partial(name, step))
         except Exception as error:  # of any store's library
+            together.by_first(lambda: self._leave_no_part(folder))
+            if isinstance(error, OSError) and error.errno in durable.FULL:
+                raise durable.explained(error, "written", folder) from error
             raise OSError(
                 f"checkpoint_copies={self.address} cannot be read ({in_words(error)}): give a "
                 "folder that this machine reaches, and install its package, such as s3fs or gcsfs"
             ) from error
         return notes
+
+    def _leave_no_part(self, folder: Path) -> None:
+        """Deletes what is fetched in part, or has no name yet."""
+        for path in folder.glob("tmp.*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _mine(self, names: set[str]) -> list[str]:
         """The files that this process copies."""
