@@ -43,9 +43,6 @@ _TENSORSTORE = re.compile(
     r"""(?:Failed [a-z ]+: "(?P<path>[^"]+)".*)?os_error_code='(?P<number>\d+)'""", re.S
 )
 
-# What Python says of an error of a file, or of two.
-_NUMBERED = re.compile(r"\[Errno (?P<number>\d+)\] (?P<words>[^:]+): (?P<path>['\"].*)", re.S)
-
 
 def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSError:
     """The error in one line: the file, the system's words, and what to do.
@@ -61,15 +58,6 @@ def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSErr
     line = OSError(f"{error.filename or path} cannot be {doing} ({error.strerror}): {advice}")
     line.errno = error.errno
     return line
-
-
-def in_place_of_number(line: str) -> str:
-    """Python's line of an error of a file, '[Errno 13] Permission denied: PATH', with the fix."""
-    found = _NUMBERED.fullmatch(line)
-    if found is None:
-        return line
-    error = OSError(int(found["number"]), found["words"], found["path"].strip("'\""))
-    return str(explained(error, "used"))
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 import functools
 import sys
 
+import gin
 import numpy as np
 import pytest
 
-from reformax.cli import config, dummy_task, train, translations
+from reformax.cli import config, dummy_task, errors, train, translations
 from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
@@ -77,6 +78,18 @@ def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
     other = dummy_task.task_of(settings["model"](mode="train")).train_batch(0, 0, 2, 32)
     for one, two in zip(real, other, strict=True):
         assert (np.shape(one), np.asarray(one).dtype) == (np.shape(two), np.asarray(two).dtype)
+
+
+def test_an_error_of_the_data_keeps_its_number():
+    config.parse(["quickstart.gin"], TINY)
+
+    @gin.configurable("unreadable")
+    def report(**settings):
+        raise PermissionError(13, "Permission denied", "a/b")
+
+    with pytest.raises(PermissionError) as found:
+        dummy_task.reported(report)
+    assert errors.one_line(found.value).startswith("a/b cannot be used (Permission denied): get")
 
 
 @pytest.mark.slow

@@ -49,7 +49,11 @@ def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iter
             settings["task"] = task_of(build(settings["model"], "train"))
             lines = report(**settings)
         except (OSError, ImportError, TypeError):
-            raise error from None
+            lines = None
+        if (
+            lines is None
+        ):  # not in the handler, where Python would note the second error in this one
+            raise
     note = f"note: the data is not read ({why}): batches of zeros replace it"
     return settings, chain([note], lines)
 
