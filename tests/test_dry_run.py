@@ -93,6 +93,28 @@ def test_an_error_of_the_data_keeps_its_number():
 
 
 @pytest.mark.slow
+def test_a_begun_run_is_checked_as_the_run_would_be(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("a text of some words. " * 900)
+    sizes = [*TINY, "loop.train.eval_tokens=64", "loop.train.eval_whole=False"]
+    flags = ["--config_file=reformer_text.gin", "--data_dir=mine.txt", "--output_dir=run"]
+    flags += [f"--config={x}" for x in [*sizes, "vocab_size=256"]]
+    assert run(*flags)[0] == 0
+    longer = ["--config=steps=8", "--config=loop.train.sample_every=250"]
+    code, out, err = run(*flags, *longer, "--dry_run")
+    assert code == 0 and "MiB of a device" in out, err
+    for more in (["--init_from=other"], ["--config=d_model=64"]):
+        refused = run(*flags, *longer, *more)
+        assert run(*flags, *longer, *more, "--dry_run") == refused
+        assert refused[0] == 2 and refused[2].count("\n") == 1
+    with (tmp_path / "mine.txt").open("a") as file:
+        file.write("more. " * 900)
+    code, _, err = run(*flags, *longer, "--dry_run")
+    assert code == 1 and "the data is not that of checkpoint 4" in err
+    code, out, err = run(*flags, *longer, "--dry_run", "--allow_changed_data")
+    assert code == 0 and "MiB of a device" in out, err
+
+
+@pytest.mark.slow
 def test_changes_are_told_before_compiling(run, tmp_path):
     flags = ["--config_file=quickstart.gin", "--output_dir=run", *(f"--config={x}" for x in TINY)]
     flags += ["--config=loop.train.eval_tokens=64", "--config=loop.train.eval_whole=False"]

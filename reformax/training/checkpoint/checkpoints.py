@@ -22,6 +22,7 @@ from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.copies import Copies, in_words
+from reformax.training.checkpoint.ownership import Others
 from reformax.training.checkpoint.reading import OLD, TEMPORARY, CheckpointReader, is_temporary
 from reformax.training.lock import Lost, raise_if_lost
 from reformax.training.named_tensors import named
@@ -86,11 +87,14 @@ class Checkpoints(CheckpointReader):
 
         Raises:
           ValueError: there are some and none is whole.
+          SettingError: there are some, and the copies are another run's.
           OSError: one cannot be read, so nobody knows whether it is whole.
         """
         damaged, together = {}, self._processes
         part = together.index, together.count
-        if self._copies is not None and not together.broadcast(self.steps):
+        if self._copies is not None and together.broadcast(self.steps):
+            self._copies.check_owner(self.folder)
+        elif self._copies is not None:
             self.notes += self._copies.fetch_all(self.folder)
             if fetched := together.broadcast(self.steps):
                 self.notes.append(
@@ -112,6 +116,14 @@ class Checkpoints(CheckpointReader):
                 "have it, or give another --output_dir"
             )
         return None
+
+    def begun_elsewhere(self) -> bool:
+        """Whether there are copies of checkpoints, which `newest_whole` would fetch.
+
+        Raises:
+          OSError: the copies cannot be read.
+        """
+        return self._copies is not None and bool(self._copies.listed())
 
     def _is_listed(self, step: int) -> bool:
         """Whether this process sees the files of a checkpoint by their names and sizes."""
@@ -286,6 +298,8 @@ class Checkpoints(CheckpointReader):
     def _copy(self, copies: Copies, step: int, kept: list[int]) -> None:
         try:
             copies.send(self.of_step(step), step, kept)
+        except Others as error:
+            self.notes.append(f"checkpoint {step} is saved and not copied: {error}")
         except Exception as error:  # of any store's library
             self.notes.append(
                 f"checkpoint {step} is saved and not copied to {copies.address} "
