@@ -118,8 +118,9 @@ def parser():
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="compile the step for the devices there are, print the memory that it needs on each "
-        "and the longest sequence and the largest batch that fit, and exit",
+        help="check what a run checks first, compile the step for the devices there are, print the "
+        "memory that it needs on each and the longest sequence and the largest batch that fit, and "
+        "exit",
     )
     parser.add_argument(
         "--device_memory",
