@@ -104,16 +104,17 @@ class Copies:
             ownership.check(self._folder, folder.parent, self.address)
             ownership.take(self._folder, folder.parent)
 
-        self._processes.by_first(claim)
+        together = self._processes
+        together.by_first(claim)
         try:
             self._send(folder, step)
-        except OSError as error:
-            newest = self._processes.broadcast(lambda: max(self.steps(), default=step))
-            if error.errno not in durable.FULL:
+        except Exception as error:
+            number = error.errno if isinstance(error, OSError) else None
+            if not together.broadcast(lambda: number in durable.FULL):  # each has an error
                 raise
-            self._processes.by_first(lambda: self._delete_others({*kept, newest}))
+            together.by_first(lambda: self._delete_others({*kept, *self.steps()[-1:]}))
             self._send(folder, step)
-        self._processes.by_first(lambda: self._delete_others(kept))
+        together.by_first(lambda: self._delete_others(kept))
 
     def _delete_others(self, kept: Collection[int]) -> None:
         """Deletes the copies of other steps than these."""
