@@ -47,7 +47,7 @@ def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iter
         try:
             settings = parsed.bindings(loop.train, names)
             settings["task"] = task_of(build(settings["model"], "train"))
-            lines = report(**settings)
+            lines = report(**settings, has_data=False)
         except (OSError, ImportError, TypeError):
             lines = None
         if (

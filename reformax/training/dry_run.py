@@ -25,6 +25,7 @@ from reformax.training import (
     first_state,
     forecast,
     run_setup,
+    starting_weights,
 )
 from reformax.training import folder as folder_lib
 from reformax.training import mesh as mesh_lib
@@ -178,13 +179,22 @@ def check(**settings: Any) -> None:
     settings = TrainSettings(**settings)
     models = run_setup.models_of(settings)
     _, like = first_state.first_states(settings, models, jax.random.PRNGKey(settings.seed))
-    _check_evaluation(settings, models, like)
+    _check_evaluations(settings, models, like)
 
 
-def _check_evaluation(settings: TrainSettings, models: Models, like: Any, **mesh: Any) -> None:
-    """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
+def _check_evaluations(
+    settings: TrainSettings, models: Models, like: Any, learnt: bool = False, **mesh: Any
+) -> None:
+    """Raises for an evaluation that the settings do not allow.
+
+    Args:
+      settings, models: the run's.
+      like: the shapes of its state.
+      learnt: whether to check those whose task learns a vocabulary, in minutes, and no others.
+      **mesh: the mesh, if one is made.
+    """
     for one in settings.all_evaluations:
-        if one.task.kept_vocabulary is None:  # learning it would take minutes
+        if (one.task.kept_vocabulary is not None) == learnt:
             with naming(one):
                 one.task.n_targets(one.split)  # raises for an unknown split
                 scored = models.eval, like.params, one.task, one.split
@@ -194,6 +204,7 @@ def _check_evaluation(settings: TrainSettings, models: Models, like: Any, **mesh
 def report(
     *,
     output_dir: str | os.PathLike | None = None,
+    has_data: bool = True,
     device_memory: Positive | None = None,
     **settings: Any,
 ) -> Iterator[str]:
@@ -205,6 +216,8 @@ def report(
 
     Args:
       output_dir: the run's folder, which need not exist; None: no run's.
+      has_data: whether the task has the run's data; False: what that decides is not checked, such
+        as the number of classes and so the shapes of a checkpoint.
       device_memory: GiB that a device has for the run; None: what the backend says.
       **settings: those of `loop.train`.
 
@@ -216,8 +229,8 @@ def report(
     setup = run_setup.set_up(settings)
     mesh = setup.mesh
     _, like = first_state.first_states(settings, setup.models, setup.key)
-    _check_evaluation(settings, setup.models, like, mesh=mesh)
-    _check_beginning(setup, like, output_dir)
+    _check_evaluations(settings, setup.models, like, mesh=mesh)
+    _check_beginning(setup, like, output_dir, has_data)
     lines = fingerprints.summary(settings.all_stages)
     if settings.unfinished_warmup is not None:
         lines.append(f"note: {settings.unfinished_warmup}")
@@ -227,11 +240,12 @@ def report(
     if mesh.devices.flat[0].platform == "cpu":
         lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
     batches = [_batch(setup, stage) for stage in settings.all_stages]
+    _check_evaluations(settings, setup.models, like, learnt=True, mesh=mesh)
     return chain(lines, _memory(setup, like, batches, limit))
 
 
 def _check_beginning(
-    setup: Setup, like: step_lib.TrainState, output_dir: str | os.PathLike | None
+    setup: Setup, like: step_lib.TrainState, output_dir: str | os.PathLike | None, has_data: bool
 ) -> None:
     """Raises for a folder, weights or samples that the settings do not allow.
 
@@ -239,6 +253,7 @@ def _check_beginning(
       setup: the run's.
       like: the shapes of its state.
       output_dir: its folder; None: it has none.
+      has_data: as in `report`.
     """
     settings, checkpoints, newest = setup.settings, None, None
     kept = settings.task.kept_vocabulary
@@ -249,6 +264,13 @@ def _check_beginning(
             newest = checkpoints.newest_whole()
         elif checkpoints.begun_elsewhere():
             return
+    if not has_data:
+        if newest is not None:
+            info = {"step": newest, **checkpoints.extra(newest)}
+            first_state.check_same_source(settings.init_from, info)
+        elif settings.init_from is not None:
+            starting_weights.found(settings.init_from)
+        return
     is_kept = checkpoints is not None and run_setup.has_vocabulary(checkpoints.folder.parent)
     if newest is not None:
         run_setup.keep_vocabulary(settings, checkpoints, newest, begun=True)

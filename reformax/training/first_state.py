@@ -111,11 +111,11 @@ def check(
 
 def _checked_data(settings: TrainSettings, info: dict[str, Any]) -> tuple[dict[str, str], dict]:
     """`_data` of a begun run, of which `init_from` is checked too."""
-    _check_same_source(settings.init_from, info)
+    check_same_source(settings.init_from, info)
     return _data(settings, info.get("data", {}), info["step"])
 
 
-def _check_same_source(init_from: str | None, info: dict[str, Any]) -> None:
+def check_same_source(init_from: str | None, info: dict[str, Any]) -> None:
     """Raises `SettingError` if a begun run is to begin with weights that it did not begin with.
 
     Without `init_from` it goes on, and so does a run whose checkpoint is too old to note it.

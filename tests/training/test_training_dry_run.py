@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from reformax.data.vocabulary import SentencePieces
 from reformax.training import dry_run, loop, optimizer
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import TrainState
@@ -131,3 +132,27 @@ def test_what_a_run_goes_on_from_a_dry_run_takes(made, monkeypatch):
             "MiB of a device" in x for x in dry_run.report(output_dir=folder, **arguments(settings))
         )
     assert not os.path.exists("new")
+
+
+def test_without_data_only_what_it_decides_is_not_checked(made, monkeypatch):
+    """A model may take its number of classes from the data."""
+    monkeypatch.chdir(made)
+    wide, other, none = {"model": {"d_model": 9}}, {"init_from": "other"}, {"init_from": "nowhere"}
+    for folder, settings in (
+        ("begun", wide),
+        ("new", other | wide),
+        ("new", {"init_from": "pieces"}),
+    ):
+        dry_run.report(output_dir=folder, has_data=False, **arguments(settings))
+    for folder, settings in (("begun", other), ("new", none), ("file", {})):
+        with pytest.raises((ValueError, OSError)):
+            dry_run.report(output_dir=folder, has_data=False, **arguments(settings))
+
+
+def test_a_split_is_checked_once_its_vocabulary_is_learnt():
+    def n_targets(split):
+        raise ValueError(f"split={split}: expected train or valid")
+
+    task = counting().replace(n_targets=n_targets, vocabulary=SentencePieces(16, list))
+    with pytest.raises(ValueError, match="split=valid: expected"):
+        dry_run.report(**arguments({"task": task}))
