@@ -35,15 +35,13 @@ _ADVICE = {
     errno.EEXIST: "give another path",
     errno.ENAMETOOLONG: "give a shorter name",
 }
+FULL = errno.ENOSPC, errno.EDQUOT  # the numbers of errors of a disk without room
 _OTHERWISE = "look after that disk or network share (dmesg)"
 
 # What tensorstore says at the end of an error of the system, whatever its Python type.
 _TENSORSTORE = re.compile(
     r"""(?:Failed [a-z ]+: "(?P<path>[^"]+)".*)?os_error_code='(?P<number>\d+)'""", re.S
 )
-
-# What Python says of an error of a file, or of two.
-_NUMBERED = re.compile(r"\[Errno (?P<number>\d+)\] (?P<words>[^:]+): (?P<path>['\"].*)", re.S)
 
 
 def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSError:
@@ -60,15 +58,6 @@ def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSErr
     line = OSError(f"{error.filename or path} cannot be {doing} ({error.strerror}): {advice}")
     line.errno = error.errno
     return line
-
-
-def in_place_of_number(line: str) -> str:
-    """Python's line of an error of a file, '[Errno 13] Permission denied: PATH', with the fix."""
-    found = _NUMBERED.fullmatch(line)
-    if found is None:
-        return line
-    error = OSError(int(found["number"]), found["words"], found["path"].strip("'\""))
-    return str(explained(error, "used"))
 
 
 @contextmanager
@@ -200,6 +189,12 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def size_on_disk(folder: Path) -> int:
+    """The bytes that the files below a folder take."""
+    found = (path.lstat() for path in folder.rglob("*"))
+    return sum(max(x.st_size, 512 * x.st_blocks) for x in found)
 
 
 def cache_folder(name: str) -> Path:

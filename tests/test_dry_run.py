@@ -3,10 +3,11 @@
 import functools
 import sys
 
+import gin
 import numpy as np
 import pytest
 
-from reformax.cli import config, dummy_task, train, translations
+from reformax.cli import config, dummy_task, errors, train, translations
 from reformax.training import dry_run, folder
 
 TINY = ["n_layers=2", "steps=4", "batch_size=2", "length=32", "warmup_steps=1", "d_model=32"]
@@ -77,6 +78,40 @@ def test_a_stand_in_has_the_shapes_of_the_task(tmp_path):
     other = dummy_task.task_of(settings["model"](mode="train")).train_batch(0, 0, 2, 32)
     for one, two in zip(real, other, strict=True):
         assert (np.shape(one), np.asarray(one).dtype) == (np.shape(two), np.asarray(two).dtype)
+
+
+def test_an_error_of_the_data_keeps_its_number():
+    config.parse(["quickstart.gin"], TINY)
+
+    @gin.configurable("unreadable")
+    def report(**settings):
+        raise PermissionError(13, "Permission denied", "a/b")
+
+    with pytest.raises(PermissionError) as found:
+        dummy_task.reported(report)
+    assert errors.one_line(found.value).startswith("a/b cannot be used (Permission denied): get")
+
+
+@pytest.mark.slow
+def test_a_begun_run_is_checked_as_the_run_would_be(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("a text of some words. " * 900)
+    sizes = [*TINY, "loop.train.eval_tokens=64", "loop.train.eval_whole=False"]
+    flags = ["--config_file=reformer_text.gin", "--data_dir=mine.txt", "--output_dir=run"]
+    flags += [f"--config={x}" for x in [*sizes, "vocab_size=256"]]
+    assert run(*flags)[0] == 0
+    longer = ["--config=steps=8", "--config=loop.train.sample_every=250"]
+    code, out, err = run(*flags, *longer, "--dry_run")
+    assert code == 0 and "MiB of a device" in out, err
+    for more in (["--init_from=other"], ["--config=d_model=64"]):
+        refused = run(*flags, *longer, *more)
+        assert run(*flags, *longer, *more, "--dry_run") == refused
+        assert refused[0] == 2 and refused[2].count("\n") == 1
+    with (tmp_path / "mine.txt").open("a") as file:
+        file.write("more. " * 900)
+    code, _, err = run(*flags, *longer, "--dry_run")
+    assert code == 1 and "the data is not that of checkpoint 4" in err
+    code, out, err = run(*flags, *longer, "--dry_run", "--allow_changed_data")
+    assert code == 0 and "MiB of a device" in out, err
 
 
 @pytest.mark.slow

@@ -307,6 +307,21 @@ def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, call):
     code, _, err = call(main)
     assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
 
+    def of_gin():
+        with gin.config_scope("outer"):
+            gin.external_configurable(lambda: inner(), f"outside_{number}")()
+
+    inner = gin.external_configurable(main, f"inside_{number}")
+    code, _, err = call(of_gin)
+    assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
+    assert err.endswith(f"(of outer/inside_{number})\n")
+
+    def renamed():
+        raise OSError(number, os.strerror(number), "a 'b'/c", None, "a -> b")
+
+    code, _, err = call(renamed)
+    assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
+
 
 @pytest.mark.parametrize("platforms", ["rocm", "nowhere"])
 def test_a_device_that_is_not_there_is_one_line(platforms, tmp_path):

@@ -12,6 +12,7 @@ import csv
 import functools
 import gc
 import io
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from benchmarks.harness.calls import (
     attempt,
     attempt_within,
     is_hidden,
+    is_late_at_work,
     reason,
     seconds_of,
     was_late,
@@ -460,23 +462,36 @@ def fill(
                 file.write(case, failed(made) if error else made)
                 if error:
                     jax.block_until_ready(first(jnp.zeros(1)))
-                check_emptied(case)
+                check_emptied(case, limit)
         yield group
 
 
-def check_emptied(case: Case) -> None:
+def check_emptied(case: Case, patience: float) -> None:
     """Raises `RuntimeError` where a case's arrays are still in memory.
 
     A program that runs out of memory can leave its arguments there until the process ends. The
-    cases after it would then be said to run out of memory too.
+    cases after it would then be said to run out of memory too. What a late program holds while it
+    compiles is waited for, as many seconds as `patience`.
     """
     gc.collect()
-    held = sum((x.memory_stats() or {}).get("bytes_in_use", 0) for x in jax.local_devices())
-    if held > HELD:
+    end = time.monotonic() + patience
+    while (held := n_bytes_held()) > HELD:
+        late = is_late_at_work()
+        if late and time.monotonic() < end:
+            time.sleep(0.1)
+            continue
+        what = f"{case.attention} of {case.length:,} tokens has left"
+        if late:
+            what = f"a program still compiling after {patience:g} more seconds holds"
         raise RuntimeError(
-            f"{case.attention} of {case.length:,} tokens has left {memory.words(held)} in the "
-            "device's memory: run the same command again, which resumes after it"
+            f"{what} {memory.words(held)} in the device's memory: run the same command again, "
+            "which resumes after it"
         )
+
+
+def n_bytes_held() -> int:
+    """The bytes in use of all devices; 0 where a backend does not say."""
+    return sum((x.memory_stats() or {}).get("bytes_in_use", 0) for x in jax.local_devices())
 
 
 # What is written.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 MIB = 2**20
 N_QUEUED = 20
+_ATTEMPT = "attempt"  # the name of the threads of `attempt_within`
 COMPILERS = min(16, os.cpu_count() or 1)  # threads
 HIDDEN = 1.5  # times the host's time for a program: up to this the device's is not seen
 
@@ -78,7 +79,7 @@ def attempt_within(
     workers, late = [], set()
     while True:
         while len(workers) < threads + len(late):
-            workers.append(threading.Thread(target=work, daemon=True))
+            workers.append(threading.Thread(target=work, name=_ATTEMPT, daemon=True))
             workers[-1].start()
         is_done = sum(worker.is_alive() for worker in workers) <= len(late - done.keys())
         if ended:
@@ -88,6 +89,11 @@ def attempt_within(
         time.sleep(0.01)
         now = time.monotonic()
         late |= {x for x, start in list(begun.items()) if now - start > seconds and x not in done}
+
+
+def is_late_at_work() -> bool:
+    """Whether a row that `attempt_within` has given up still goes on."""
+    return any(thread.name == _ATTEMPT for thread in threading.enumerate())
 
 
 def reason(error: Exception) -> str:

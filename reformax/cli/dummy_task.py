@@ -47,9 +47,13 @@ def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iter
         try:
             settings = parsed.bindings(loop.train, names)
             settings["task"] = task_of(build(settings["model"], "train"))
-            lines = report(**settings)
+            lines = report(**settings, has_data=False)
         except (OSError, ImportError, TypeError):
-            raise error from None
+            lines = None
+        if (
+            lines is None
+        ):  # not in the handler, where Python would note the second error in this one
+            raise
     note = f"note: the data is not read ({why}): batches of zeros replace it"
     return settings, chain([note], lines)
 

@@ -98,6 +98,8 @@ def one_line(error: Exception) -> str | None:
     if found := messages.find(error):
         return found.line
     if isinstance(error, MENDABLE):
-        line = " ".join(messages.text_of(error).split()) or type(error).__name__
-        return durable.in_place_of_number(line) if isinstance(error, OSError) else line
+        line, inner = messages.text_of(error), messages.raised(error)
+        if isinstance(inner, OSError) and inner.filename is not None:
+            line = line.replace(str(inner), str(durable.explained(inner, "used")))
+        return " ".join(line.split()) or type(error).__name__
     return None

@@ -106,6 +106,13 @@ def find(error: Exception) -> Message | None:
     return None
 
 
+def raised(error: Exception) -> Exception:
+    """The error itself, of which gin raises copies with a longer text and without its fields."""
+    while (inner := error.__context__) and str(error).startswith(f"{inner}\n  In call to "):
+        error = inner
+    return error
+
+
 def text_of(error: Exception) -> str:
     """The error's text, and of gin's appendix the scope in which the function was called."""
     text, *calls = str(error).split("\n  In call to configurable ")

@@ -12,8 +12,9 @@ Several processes, on one machine or many, train one run: each is given --coordi
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from reformax.cli import (
     compilation_cache,
@@ -58,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if args.profile and args.dry_run:
         raise SettingError("--profile: a dry run makes no step, leave one of the two out")
-    if args.dry_run:
-        return _dry_run(output_dir, args.device_memory, note_unused)
-
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
+    if args.dry_run:
+        options = dict(output_dir=output_dir, device_memory=args.device_memory, **given)
+        return _dry_run(options, note_unused)
+
     given |= {"progress": False} if args.quiet else {}
     if args.profile and distributed.first():
         others = parsed.bindings(loop.train, {"callbacks"}).get("callbacks", ())
@@ -77,14 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.training(result, distributed.first(), with_curve=not args.quiet)
 
 
-def _dry_run(output_dir: str, device_memory: float | None, note_unused: Callable[..., None]) -> int:
-    """Prints the memory of the run's steps; makes none."""
+def _dry_run(options: dict[str, Any], note_unused: Callable[..., None]) -> int:
+    """Prints the memory of the run's steps, which it does not make; `options` are of `report`."""
     from reformax.cli import dummy_task
-    from reformax.training import checkpoint, dry_run
+    from reformax.training import dry_run
 
-    begun = bool(checkpoint.CheckpointReader(output_dir).steps())
-    options = dict(begun=begun, device_memory=device_memory, named=typed.typed)
-    settings, lines = dummy_task.reported(functools.partial(dry_run.report, **options))
+    def report(**settings: Any) -> Iterator[str]:
+        return dry_run.report(**settings | options, named=typed.typed)
+
+    settings, lines = dummy_task.reported(report)
     note_unused(*settings)
     for line in lines:
         if distributed.first():
@@ -115,8 +118,9 @@ def parser():
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="compile the step for the devices there are, print the memory that it needs on each "
-        "and the longest sequence and the largest batch that fit, and exit",
+        help="check what a run checks first, compile the step for the devices there are, print the "
+        "memory that it needs on each and the longest sequence and the largest batch that fit, and "
+        "exit",
     )
     parser.add_argument(
         "--device_memory",

@@ -106,7 +106,7 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
         )
     rng = jax.random.PRNGKey(0)
     given = mesh, params, rng, np.zeros(n, np.int32)
-    shapes = compiled_first_state.eval_shape(model, max(int(state.room), 1), *given)
+    shapes = compiled_first_state.eval_shape(model, int(state.room) or model.endless_from, *given)
     if (
         np.max(state.token) >= model.vocab_size
         or jax.tree.structure(state.model) != jax.tree.structure(shapes)

@@ -264,8 +264,9 @@ class LanguageModel(Backbone):
         return self._next(params, streams), LMState(lengths + 1, caches, self._held(capacity))
 
     def _held(self, capacity: int) -> Capacity:
-        """The capacity of a state whose caches have this one, if they grow with the text."""
-        return Capacity(self.max_length if self.carries_state else capacity)
+        """The capacity of a state whose caches have this one."""
+        is_endless = self.endless_from is not None and capacity >= self.endless_from
+        return Capacity(self.max_length if is_endless else capacity)
 
     @property
     def angles_change_after(self) -> int | None:
@@ -275,6 +276,11 @@ class LanguageModel(Backbone):
     @property
     def carries_state(self) -> bool:
         return all(block.attention.op.carries_state for block in self._layers.blocks)
+
+    @property
+    def endless_from(self) -> int | None:
+        each = [block.attention.op.endless_from for block in self._layers.blocks]
+        return None if None in each else max(each)
 
     @property
     def reads_ahead(self) -> bool:

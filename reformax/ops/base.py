@@ -160,6 +160,14 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return not (self.carries_state or self.local)
 
     @property
+    def endless_from(self) -> int | None:
+        """The capacity from which on decoding goes on without end; None: its cache has an end.
+
+        A larger one makes no larger cache.
+        """
+        return 1 if self.carries_state else None
+
+    @property
     def reads_ahead(self) -> bool:
         """Whether long prompts are read in pieces unasked, by a `read_on` of several at once."""
         return self.carries_state or type(self)._read_on is not AttentionOp._read_on

@@ -106,9 +106,13 @@ class local(RingDecoding, AttentionOp):
         after = 0 if causal else after + self.chunk_len - 1
         return Reach(before, after, self.chunk_len)
 
+    @property
+    def endless_from(self) -> int:
+        return self.window or (self.n_chunks_before + 1) * self.chunk_len
+
     def _n_slots(self, capacity: int) -> int:
         """The number of positions that decoding holds."""
-        return min(self.window or (self.n_chunks_before + 1) * self.chunk_len, capacity)
+        return min(self.endless_from, capacity)
 
     def _first_key(self, position):
         """The first position that a query at `position` sees in decoding."""

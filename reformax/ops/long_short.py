@@ -113,6 +113,10 @@ class long_short(AttentionOp):
     def local(self) -> bool:
         return self.rank == 0
 
+    @property
+    def endless_from(self) -> int | None:
+        return None if self.rank else self.window
+
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
         n, h, v = dims.n_heads, dims.d_qk, dims.d_v
         params = {}

@@ -74,6 +74,11 @@ class longformer(AttentionOp):
         return self.n_global == 0
 
     @property
+    def endless_from(self) -> int:
+        n_heads = len(self.dilation) if isinstance(self.dilation, tuple) else 1
+        return band_cache.reach(self._bands(n_heads, True))
+
+    @property
     def shards(self) -> tuple[str, ...]:
         alike = isinstance(self.dilation, int) and self.n_global == 0
         return ("heads",) if alike else ()

@@ -55,6 +55,10 @@ class sinks(AttentionOp):
     def local(self) -> bool:
         return self.n_sinks == 0
 
+    @property
+    def endless_from(self) -> int:
+        return max(self.window, self.n_sinks)
+
     def _apply(self, call, params, q, k, v, plan) -> Array:
         ids = call.segment_ids
         real = jnp.ones((1, q.shape[1]), bool) if ids is None else is_token(ids)

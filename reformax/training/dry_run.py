@@ -6,6 +6,7 @@ It also finds the longest sequence and the largest batch that the memory of a de
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -26,9 +27,12 @@ from reformax.training import (
     run_setup,
     starting_weights,
 )
+from reformax.training import folder as folder_lib
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
+from reformax.training.checkpoint import Checkpoints
 from reformax.training.run_setup import Models, Setup
+from reformax.training.samples import Samples
 from reformax.training.settings import TrainSettings
 from reformax.training.stages import ResolvedStage, naming
 
@@ -175,13 +179,22 @@ def check(**settings: Any) -> None:
     settings = TrainSettings(**settings)
     models = run_setup.models_of(settings)
     _, like = first_state.first_states(settings, models, jax.random.PRNGKey(settings.seed))
-    _check_evaluation(settings, models, like)
+    _check_evaluations(settings, models, like)
 
 
-def _check_evaluation(settings: TrainSettings, models: Models, like: Any, **mesh: Any) -> None:
-    """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
+def _check_evaluations(
+    settings: TrainSettings, models: Models, like: Any, learnt: bool = False, **mesh: Any
+) -> None:
+    """Raises for an evaluation that the settings do not allow.
+
+    Args:
+      settings, models: the run's.
+      like: the shapes of its state.
+      learnt: whether to check those whose task learns a vocabulary, in minutes, and no others.
+      **mesh: the mesh, if one is made.
+    """
     for one in settings.all_evaluations:
-        if one.task.kept_vocabulary is None:  # learning it would take minutes
+        if (one.task.kept_vocabulary is not None) == learnt:
             with naming(one):
                 one.task.n_targets(one.split)  # raises for an unknown split
                 scored = models.eval, like.params, one.task, one.split
@@ -189,30 +202,35 @@ def _check_evaluation(settings: TrainSettings, models: Models, like: Any, **mesh
 
 
 def report(
-    *, begun: bool = False, device_memory: Positive | None = None, **settings: Any
+    *,
+    output_dir: str | os.PathLike | None = None,
+    has_data: bool = True,
+    device_memory: Positive | None = None,
+    **settings: Any,
 ) -> Iterator[str]:
     """Lines on the devices, and on the memory that the step of each stage needs on one.
 
     Further lines have the longest sequence and the largest batch of the last stage that fit. The
     settings are checked, and all data read, before this returns; each line then comes once it is
-    known.
+    known. Nothing is written.
 
     Args:
-      begun: whether the run has a checkpoint, and so no need of `init_from`.
+      output_dir: the run's folder, which need not exist; None: no run's.
+      has_data: whether the task has the run's data; False: what that decides is not checked, such
+        as the number of classes and so the shapes of a checkpoint.
       device_memory: GiB that a device has for the run; None: what the backend says.
       **settings: those of `loop.train`.
 
     Raises:
-      SettingError: the settings do not fit the devices or each other, or `init_from` holds no such
-        checkpoint.
+      ValueError, OSError: `loop.train` would raise it before its first step, but for memory that is
+        too small, another training in the folder, and a vocabulary that is yet to be learnt.
     """
     settings = TrainSettings(**settings)
     setup = run_setup.set_up(settings)
     mesh = setup.mesh
     _, like = first_state.first_states(settings, setup.models, setup.key)
-    _check_evaluation(settings, setup.models, like, mesh=mesh)
-    if settings.init_from is not None and not begun:
-        starting_weights.found(settings.init_from)
+    _check_evaluations(settings, setup.models, like, mesh=mesh)
+    _check_beginning(setup, like, output_dir, has_data)
     lines = fingerprints.summary(settings.all_stages)
     if settings.unfinished_warmup is not None:
         lines.append(f"note: {settings.unfinished_warmup}")
@@ -222,7 +240,50 @@ def report(
     if mesh.devices.flat[0].platform == "cpu":
         lines[-1] += "; programs for cpu have the figures below, those for a GPU have others"
     batches = [_batch(setup, stage) for stage in settings.all_stages]
+    _check_evaluations(settings, setup.models, like, learnt=True, mesh=mesh)
     return chain(lines, _memory(setup, like, batches, limit))
+
+
+def _check_beginning(
+    setup: Setup, like: step_lib.TrainState, output_dir: str | os.PathLike | None, has_data: bool
+) -> None:
+    """Raises for a folder, weights or samples that the settings do not allow.
+
+    Args:
+      setup: the run's.
+      like: the shapes of its state.
+      output_dir: its folder; None: it has none.
+      has_data: as in `report`.
+    """
+    settings, checkpoints, newest = setup.settings, None, None
+    kept = settings.task.kept_vocabulary
+    if output_dir is not None:
+        folder_lib.check_output_dir(output_dir)
+        checkpoints = Checkpoints(output_dir, settings.keep, copies=settings.checkpoint_copies)
+        if checkpoints.steps():  # it fetches no copies then
+            newest = checkpoints.newest_whole()
+        elif checkpoints.begun_elsewhere():
+            return
+    if not has_data:
+        if newest is not None:
+            info = {"step": newest, **checkpoints.extra(newest)}
+            first_state.check_same_source(settings.init_from, info)
+        elif settings.init_from is not None:
+            starting_weights.found(settings.init_from)
+        return
+    is_kept = checkpoints is not None and run_setup.has_vocabulary(checkpoints.folder.parent)
+    if newest is not None:
+        run_setup.keep_vocabulary(settings, checkpoints, newest, begun=True)
+
+    def vocabulary(of_weights: str | None) -> str | None:
+        if kept is None or is_kept:
+            return kept and kept.keep_in(checkpoints.folder.parent, begun=True)
+        return of_weights or "one of its own"  # learning it would take minutes
+
+    first_state.check(setup, like, checkpoints, newest, vocabulary)
+    if settings.sample_every is not None and (kept is None or is_kept):
+        samples = Samples(setup.models.eval, settings, setup.mesh)
+        jax.eval_shape(lambda params: samples.check(params, lambda line: None), like.eval_params)
 
 
 def _memory(

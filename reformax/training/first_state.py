@@ -6,7 +6,7 @@ Its memory is reported before it is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from reformax.declared import SettingError
 from reformax.training import evaluation, fingerprints, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
-from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint import CheckpointReader, Checkpoints
 from reformax.training.evaluations import data_key
 from reformax.training.named_tensors import as_tree, named
 from reformax.training.run_setup import Models, Setup
@@ -78,14 +78,44 @@ def restore_or_init(
         state, source, converted = _first_state(setup, init, vocabulary)
         return RestoredRun(state, 0, {}, *_data(settings, {}, 0), n_params, source, converted)
     state, info = checkpoints.restore(newest, like, devices.placement(like, mesh))
-    _check_same_source(settings.init_from, info)
-    data, changed = _data(settings, info.get("data", {}), info["step"])
+    data, changed = _checked_data(settings, info)
     return RestoredRun(
         state, info["step"], info, data, changed, n_params, converted=info.get("source")
     )
 
 
-def _check_same_source(init_from: str | None, info: dict[str, Any]) -> None:
+def check(
+    setup: Setup,
+    like: step_lib.TrainState,
+    checkpoints: CheckpointReader | None,
+    newest: int | None,
+    vocabulary: Callable[[str | None], str | None],
+) -> None:
+    """Raises as `restore_or_init` of what does not fit, but for memory; decodes no tensor.
+
+    Args:
+      setup, checkpoints, newest: as there; checkpoints may be None if newest is.
+      like: the shapes of the state.
+      vocabulary: gives the fingerprint, from that of the weights of another run to begin with.
+    """
+    settings = setup.settings
+    if newest is not None:
+        _checked_data(settings, checkpoints.check(newest, like))
+    elif settings.init_from is not None:
+        request = like.params, _names_to_read(setup), settings.fresh_ops
+        info = starting_weights.check(settings.init_from, *request)
+        starting_weights.check_vocabulary(
+            settings.init_from, info, vocabulary(info.get("vocabulary"))
+        )
+
+
+def _checked_data(settings: TrainSettings, info: dict[str, Any]) -> tuple[dict[str, str], dict]:
+    """`_data` of a begun run, of which `init_from` is checked too."""
+    check_same_source(settings.init_from, info)
+    return _data(settings, info.get("data", {}), info["step"])
+
+
+def check_same_source(init_from: str | None, info: dict[str, Any]) -> None:
     """Raises `SettingError` if a begun run is to begin with weights that it did not begin with.
 
     Without `init_from` it goes on, and so does a run whose checkpoint is too old to note it.
@@ -158,13 +188,7 @@ def _first_state(
         placement = devices.placement(jax.eval_shape(init, key), mesh)
         return step_lib.jit_once(init, out_shardings=placement)(key), "", None
     like = jax.eval_shape(init, key).params
-    backbone = models.eval.backbone_names
-    if settings.fresh_heads and not backbone:
-        raise SettingError(
-            f"fresh_heads is True and model {type(models.eval).__name__} has no backbone_names, "
-            "which say what is no head: leave it out"
-        )
-    names = backbone if settings.fresh_heads else None
+    names = _names_to_read(setup)
     weights = starting_weights.read(settings.init_from, like, vocabulary, names, settings.fresh_ops)
     read, (folder, step), converted = weights
     missing = named(like).keys() - named(read).keys()  # drawn, as in a run without init_from
@@ -186,6 +210,19 @@ def _first_state(
     state = jax.jit(first, out_shardings=placement)(params)
     words = f"with {what} of {folder} after step {step} "
     return state, words, None if settings.fresh_heads or settings.fresh_ops else converted
+
+
+def _names_to_read(setup: Setup) -> Sequence[str] | None:
+    """The parts of the model that begin with the weights of another run; None: all."""
+    model = setup.models.eval
+    if not setup.settings.fresh_heads:
+        return None
+    if not model.backbone_names:
+        raise SettingError(
+            f"fresh_heads is True and model {type(model).__name__} has no backbone_names, which "
+            "say what is no head: leave it out"
+        )
+    return model.backbone_names
 
 
 def _data(settings: TrainSettings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:

@@ -85,21 +85,41 @@ def _unmake(folder: Path, made: list[Path]) -> None:
 
 def make_output_dir(path: str | os.PathLike) -> Path:
     """Makes the folder if need be; raises OSError in one line if nothing can be written there."""
+    folder = _named(path)
+    try:
+        durable.make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error.strerror) from None
+    return folder
+
+
+def check_output_dir(path: str | os.PathLike) -> None:
+    """Raises as `make_output_dir`, and makes nothing."""
+    folder = _named(path)
+    there = next(x for x in (folder, *folder.absolute().parents) if os.path.lexists(x))
+    if not there.is_dir():
+        raise _unwritable(folder, f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(folder, f"no right to write into {there}")
+
+
+def _unwritable(folder: Path, why: str | None) -> OSError:
+    return OSError(
+        f"output_dir={folder} cannot be written ({why}): give a folder of your own with "
+        "--output_dir"
+    )
+
+
+def _named(path: str | os.PathLike) -> Path:
+    """The folder of this name; raises `SettingError` for one that no checkpoint can be in."""
     folder = user_path("output_dir", path)
     if not array_reader.can_be_plain(folder.absolute()):
         raise SettingError(
             f"output_dir={path} is {folder.absolute()}, and without /proc no checkpoint can be "
             "written there: give one of letters, digits and . , = + @ - _ alone"
         )
-    try:
-        durable.make_folder(folder)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"output_dir={folder} cannot be written ({error.strerror}): give a folder of your own "
-            "with --output_dir"
-        ) from None
     return folder
 
 

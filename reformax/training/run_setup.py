@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,11 @@ def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
             evaluation.check_tokens(other.batch_size, other.length, "batch_size or length")
 
 
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a run's folder has a vocabulary of pieces."""
+    return (folder / "vocabulary.model").exists()
+
+
 def keep_vocabulary(
     settings: TrainSettings, checkpoints: Checkpoints, newest: int | None, begun: bool
 ) -> str | None:
@@ -105,7 +111,7 @@ def keep_vocabulary(
     folder = checkpoints.folder.parent
     trained_with = None if newest is None else checkpoints.extra(newest).get("vocabulary")
     without = newest is not None and trained_with is None
-    if without and not (folder / "vocabulary.model").exists():
+    if without and not has_vocabulary(folder):
         size = "" if settings.task.translation is not None else ", vocab_size=256 for bytes"
         raise SettingError(
             f"{folder} was trained without a vocabulary of pieces, and the config's task has one: "

@@ -44,7 +44,39 @@ def read(
       OSError: it cannot be read.
     """
     folder, step = found(init_from)
-    checkpoints = CheckpointReader(folder)
+    like, options = _request(like, names, fresh_ops)
+    params, info = CheckpointReader(folder).restore_params(step, like, *options)
+    check_vocabulary(init_from, info, vocabulary)
+    params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
+    return params, (str(folder), step), info.get("source")
+
+
+def check(
+    init_from: str | os.PathLike, like: Any, names: Collection[str] | None, fresh_ops: bool
+) -> dict[str, Any]:
+    """Raises as `read` of what does not fit; returns what the checkpoint says of itself.
+
+    The vocabulary is left to `check_vocabulary`.
+    """
+    folder, step = found(init_from)
+    like, options = _request(like, names, fresh_ops)
+    return CheckpointReader(folder).check_params(step, like, *options)
+
+
+def check_vocabulary(
+    init_from: str | os.PathLike, info: dict[str, Any], vocabulary: str | None
+) -> None:
+    """Raises `SettingError` if a checkpoint that says this was trained with another vocabulary."""
+    trained_with = info.get("vocabulary")
+    if trained_with != vocabulary:
+        raise SettingError(
+            f"init_from={init_from} was trained with vocabulary {trained_with} and this run has "
+            f"{vocabulary}: copy its vocabulary.model into the output_dir of this run first"
+        )
+
+
+def _request(like: Any, names: Collection[str] | None, fresh_ops: bool) -> tuple[Any, tuple]:
+    """The parameters to read, and the options of `restore_params`."""
     fix = "set init_from to a run of this model, or the model's sizes to those of that run"
     if names is None:
         fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
@@ -54,15 +86,7 @@ def read(
     like = _without(fresh, like)
     if not fresh_ops:
         fix += "; fresh_ops=True begins the own weights of attentions anew"
-    params, info = checkpoints.restore_params(step, like, fix, names, fresh)
-    trained_with = info.get("vocabulary")
-    if trained_with != vocabulary:
-        raise SettingError(
-            f"init_from={init_from} was trained with vocabulary {trained_with} and this run has "
-            f"{vocabulary}: copy its vocabulary.model into the output_dir of this run first"
-        )
-    params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
-    return params, (str(folder), step), info.get("source")
+    return like, (fix, names, fresh)
 
 
 def _without(names: Collection[str], tree: Any) -> Any:

@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import pkgutil
+import threading
 import time
 import types
 
@@ -122,6 +123,43 @@ def test_a_case_that_leaves_arrays_in_memory_ends_the_command(tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="flash of 64 tokens has left 1.0 GiB .* same command"):
         list(attention_table.fill(file, shape, ["flash", "linear"], ["plain"]))
     assert [case.attention for case in file.known] == ["flash"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_late_program_holds_is_no_fault_of_a_case(tmp_path, monkeypatch, ends):
+    """It is waited for, and not longer than for any program."""
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(64,))
+    over, waited = threading.Event(), []
+
+    class Late(Compiled):
+        def compile(self):
+            over.wait(60)
+            return self
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if ends and len(waited) > 2:
+            over.set()
+
+    def held():
+        return dict(bytes_in_use=0 if over.is_set() else 2**30)
+
+    programs = {"flash": Late(), "linear": Compiled()}
+    monkeypatch.setattr(attention_table, "lowered", lambda op, _: [programs[op.name]] * 4)
+    monkeypatch.setattr(attention_table, "inputs_of", lambda op, case: dict(d_out=0))
+    device = types.SimpleNamespace(memory_stats=held, platform="cpu")
+    monkeypatch.setattr(attention_table.jax, "local_devices", lambda: [device])
+    clock = types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(attention_table, "time", clock)
+    file = attention_table.File(tmp_path / "table.jsonl")
+    fill = attention_table.fill(file, shape, ["flash", "linear"], ["plain"], limit=0.3)
+    if ends:
+        list(fill)
+        assert len(waited) > 2 and not file.known[next(reversed(file.known))].error
+    else:
+        with pytest.raises(RuntimeError, match="still compiling .* 1.0 GiB .* same command again"):
+            list(fill)
+    over.set()
 
 
 def test_commands_of_one_folder_write_its_tables_in_turn(tmp_path, monkeypatch):

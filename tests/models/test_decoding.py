@@ -255,6 +255,30 @@ def test_a_state_of_one_size_goes_on_as_far_as_positions_are_held():
                 model.step(weights, token, state)
 
 
+WINDOWS = (local.local(chunk_len=4), local.local(window=3), linear.linear())
+
+
+def test_windows_and_recurrences_go_on_without_end():
+    """Where the capacity holds what a window shows."""
+    model = TransformerLM(**SMALL | dict(n_layers=3), attention_type=WINDOWS, pos_type="rotary")
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    assert model.endless_from == 8 and not model.carries_state
+    whole = np.asarray(jax.jit(model.apply)(params, tokens, RNG))
+    weights = model.for_decoding(params)
+    for capacity in (8, 7):
+        _, state = model.prefill(params, tokens[:, :6], np.array([6, 5]), capacity, RNG)
+        if capacity < 8:
+            with pytest.raises(ValueError, match="expected 0 to 7, the state's capacity"):
+                model.prefill(params, tokens[:, 5:], np.array([9, 4]), 0, state=state)
+            continue
+        rows = np.stack([tokens[0, 6:15], tokens[1, 5:14]])
+        _, state = model.prefill(params, rows, np.array([9, 4]), 0, state=state)
+        logits, _ = model.step(weights, tokens[[0, 1], [15, 9]], state)
+        np.testing.assert_allclose(logits, whole[[0, 1], [16, 10]], atol=1e-5)
+    one = TransformerLM(**SMALL, attention_type=(WINDOWS[0], dense.dense()))
+    assert one.endless_from is None
+
+
 def test_errors():
     model, params = make("reformer, axial")
     tokens, lengths = some_tokens(), np.array([LENGTH] * 2)

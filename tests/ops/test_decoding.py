@@ -205,16 +205,28 @@ def test_a_step_sees_no_further_than_the_sequence(op, near, far):
 
 @over(row for row in DECODING if not row.holds_keys)
 def test_the_cache_does_not_grow(row):
-    op = row.op()
+    assert size_of_cache(row.op(), 40) == size_of_cache(row.op(), 4000)
+
+
+def size_of_cache(op, capacity):
+    """The shapes of the arrays after a prompt."""
     prompt = draw(op, 1, 11)
-    plan = make_plan(op, prompt)
+    options = dict(plan=make_plan(op, prompt), lengths=np.array([11]), capacity=capacity, rng=KEY)
+    held = jax.eval_shape(lambda: inputs.init_cache(op, prompt, **options))
+    return tuple(x.shape for x in jax.tree.leaves(held))
 
-    def size(capacity):
-        options = dict(plan=plan, lengths=np.array([11]), capacity=capacity, rng=KEY)
-        held = jax.eval_shape(lambda: inputs.init_cache(op, prompt, **options))
-        return jax.tree.map(lambda x: x.shape, held)
 
-    assert size(40) == size(4000)
+@over(DECODING, quick=one_of_each_kind)
+def test_a_cache_of_one_size_goes_on_without_end(row):
+    op = row.op()
+    sizes = {size_of_cache(op, capacity) for capacity in (40, 4000)}
+    assert (op.endless_from is not None) == (len(sizes) == 1)
+    if op.endless_from is not None:
+        x = draw(op, 2, 3 * max(op.endless_from, 5))
+        lengths, capacity = np.array([3, 2]), max(op.endless_from, 4)
+        near, far = (run(op, x, lengths, 3, n) for n in (capacity, x.q.shape[1]))
+        for key, out in far.items():
+            np.testing.assert_allclose(near[key], out, rtol=1e-5, atol=1e-6)
 
 
 def test_a_ring_holds_the_last_positions():

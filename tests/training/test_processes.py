@@ -1,10 +1,13 @@
 """Several processes that train one run: real ones, of four simulated devices each."""
 
+import errno
+import itertools
 import json
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,8 +29,9 @@ from reformax.cli import prepare
 from reformax.data import base
 from reformax.data import text as texts
 from reformax.declared import SettingError
-from reformax.training import environment, folder, placing, processes, watcher
+from reformax.training import environment, folder, manifest, placing, processes, watcher
 from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint.copies import Copies
 from reformax.training.lock import Lost
 from reformax.training.processes import Processes
 from tests import pages
@@ -738,6 +742,41 @@ def test_an_error_of_one_process_is_raised_in_all(both, fails, error):
     assert type(other) is kind and getattr(other, "errno", None) == getattr(error, "errno", None)
     told = "/full/file" if getattr(error, "errno", None) else f"process {fails}: "
     assert told in str(other)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_processes_try_a_copy_again_together(both, full, tmp_path, monkeypatch):
+    """On a full disk of copies, whichever process met that; the other may fail otherwise."""
+    for step in (1, 2, 3):
+        folder = tmp_path / f"run/{step}"
+        folder.mkdir(parents=True)
+        for name in "ab":
+            (folder / name).write_text(name)
+        manifest.write(folder)
+    address = str(tmp_path / "copies")
+    calls = itertools.count()
+
+    def send(step, kept):
+        name = str(next(calls))
+        return both(
+            lambda own: Copies(address, own.branch(name)).send(tmp_path / f"run/{step}", step, kept)
+        )
+
+    def there():
+        return Copies(address, Processes("alone")).steps()
+
+    assert [send(step, [1, 2]) for step in (1, 2)] == [[None, None]] * 2
+    copy, errors = shutil.copyfileobj, {"ab"[full]: errno.ENOSPC}
+
+    def fails_once(source, target, block):
+        if (number := errors.pop(Path(source.name).name, None)) is not None:
+            raise OSError(number, os.strerror(number))
+        copy(source, target, block)
+
+    monkeypatch.setattr(shutil, "copyfileobj", fails_once)
+    assert send(3, [2, 3]) == [None, None] and not errors and there() == [2, 3]
+    errors = {"a": errno.EIO, "b": errno.EIO}
+    assert [error.errno for error in send(1, [1])] == [errno.EIO] * 2 and there() == [2, 3]
 
 
 def test_rows_of_a_text_are_those_of_its_batch():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import threading
 
@@ -131,7 +132,8 @@ def test_a_store_that_cannot_be_read_is_one_line(store, tmp_path):
 def test_a_copy_may_be_on_another_disk_and_an_unknown_store_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved("here", [1, 2], "copies")
-    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["1", "2"]
+    there = sorted(path.name for path in (tmp_path / "copies").iterdir())
+    assert there == ["1", "2", "run.json"]
     assert Checkpoints("there", copies="copies").newest_whole() == 2
     with pytest.raises(SettingError, match="checkpoint_copies=ftp://x must be a folder or begin"):
         Checkpoints("there", copies="ftp://x")
@@ -160,6 +162,62 @@ def test_a_damaged_copy_is_left_out(store, tmp_path):
     there = Checkpoints(tmp_path / "there", copies=ADDRESS)
     assert there.newest_whole() == 1
     assert "the copy 2 in s3://bucket/run is left out: manifest.json is cut short" in there.notes[0]
+
+
+def test_another_run_does_not_mix_its_copies(tmp_path):
+    """It has checkpoints of its own, or began at the same time."""
+    address, other = (
+        str(tmp_path / "copies"),
+        r"has the copies of the run in \S*/one/checkpoints on",
+    )
+    saved(tmp_path / "begun", [7], None)
+    second = Checkpoints(tmp_path / "two", copies=address)
+    assert second.newest_whole() is None
+    assert not saved(tmp_path / "one", [1, 2], address).notes
+    for step in (1, 2):
+        second.save(step, STATE)
+        second.wait()
+    second.close()
+    assert second.steps() == [1, 2] and len(second.notes) == 2
+    assert second.notes[1].startswith("checkpoint 2 is saved and not copied: checkpoint_copies=")
+    assert re.search(other + ".*give each run its own", second.notes[1])
+    for folder in ("begun", "two"):
+        with pytest.raises(SettingError, match=other):
+            Checkpoints(tmp_path / folder, copies=address).newest_whole()
+    assert not saved(tmp_path / "one", [3], address).notes  # the same command again
+    assert Checkpoints(tmp_path / "one", copies=address).newest_whole() == 3
+    assert saved(tmp_path / "begun", [8], str(tmp_path / "its own")).notes == []
+
+
+def test_a_run_that_lost_its_disk_takes_its_copies_over(store, tmp_path):
+    saved(tmp_path / "old", [1, 2])
+    assert Checkpoints(tmp_path / "new", copies=ADDRESS).newest_whole() == 2
+    # A kill before its first save, and it goes on; what it never copied to is still the old one's.
+    assert Checkpoints(tmp_path / "new", copies=ADDRESS).newest_whole() == 2
+    assert not saved(tmp_path / "old", [3]).notes
+    assert not saved(tmp_path / "new", [4]).notes
+    # The disk comes back: going on from it would overwrite what the other has done since.
+    with pytest.raises(SettingError, match="has the copies of the run in .*/new/checkpoints"):
+        Checkpoints(tmp_path / "old", copies=ADDRESS).newest_whole()
+    assert "not copied: checkpoint_copies" in saved(tmp_path / "old", [5]).notes[0]
+    assert Checkpoints(tmp_path / "newest", copies=ADDRESS).newest_whole() == 4
+
+
+def test_copies_without_a_readable_owner_are_anybodys(store, tmp_path):
+    """As those of earlier versions, or where a kill has cut the file short."""
+    for content in (None, b"{", b"[]", b'{"token": 7}'):
+        saved(tmp_path / "here", [1])
+        (key,) = [key for key in store if key.endswith("/run.json")]
+        Store().rm(key) if content is None else Store().pipe_file(key, content)
+        for folder in ("here", "there"):
+            assert Checkpoints(tmp_path / folder, copies=ADDRESS).newest_whole() == 1
+        assert not saved(tmp_path / "here", [1]).notes
+        shutil.rmtree(tmp_path / "there")
+
+
+def test_a_store_that_cannot_be_read_keeps_no_run_with_checkpoints(store, tmp_path):
+    saved(tmp_path, [1])
+    assert Checkpoints(tmp_path, copies="az://b/run").newest_whole() == 1
 
 
 def test_copies_leave_what_is_not_theirs(tmp_path):

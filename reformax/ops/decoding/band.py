@@ -22,6 +22,11 @@ class BandCache(NamedTuple):
     global_positions: Int[Array, "B G"]
 
 
+def reach(bands: tuple[Visibility, ...]) -> int:
+    """The number of positions that a query sees the last of, its own with them."""
+    return max((band.window - 1) * band.dilation + 1 for band in bands)
+
+
 def fill(
     call: Call,
     bands: tuple[Visibility, ...],
@@ -30,11 +35,10 @@ def fill(
     global_positions: Int[Array, "B G"],
 ) -> BandCache:
     """The cache after the first positions."""
-    reach = max((band.window - 1) * band.dilation + 1 for band in bands)
     exists = (global_positions < call.lengths[:, None])[:, None, :, None]
     rows = (jnp.swapaxes(rows_at(x, global_positions), 1, 2) for x in (k, v))
     global_rows = KeyValues(*(jnp.where(exists, x, 0) for x in rows))
-    ring = fill_ring(k, v, call.lengths, min(reach, call.length))
+    ring = fill_ring(k, v, call.lengths, min(reach(bands), call.length))
     return BandCache(ring, global_rows, global_positions)
 
 

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.copies import Copies, in_words
+from reformax.training.checkpoint.ownership import Others
 from reformax.training.checkpoint.reading import OLD, TEMPORARY, CheckpointReader, is_temporary
 from reformax.training.lock import Lost, raise_if_lost
 from reformax.training.named_tensors import named
@@ -32,7 +34,7 @@ _SHOWN_AFTER = 70.0
 
 
 class NotSaved(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; the newest before it and the best are as they were."""
 
 
 class Checkpoints(CheckpointReader):
@@ -72,6 +74,7 @@ class Checkpoints(CheckpointReader):
             self._copies.refuse(self.folder)
         self._damaged: dict[int, str] = {}  # found by `newest_whole`
         self._failed: Path | None = None  # the temporary folder of a save that failed
+        self._freed: int | None = None  # the checkpoint that was deleted for the last save
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._copier = ThreadPoolExecutor(1, "copies")  # a slow store delays no save
         self._pending: Future | None = None
@@ -84,11 +87,14 @@ class Checkpoints(CheckpointReader):
 
         Raises:
           ValueError: there are some and none is whole.
+          SettingError: there are some, and the copies are another run's.
           OSError: one cannot be read, so nobody knows whether it is whole.
         """
         damaged, together = {}, self._processes
         part = together.index, together.count
-        if self._copies is not None and not together.broadcast(self.steps):
+        if self._copies is not None and together.broadcast(self.steps):
+            self._copies.check_owner(self.folder)
+        elif self._copies is not None:
             self.notes += self._copies.fetch_all(self.folder)
             if fetched := together.broadcast(self.steps):
                 self.notes.append(
@@ -110,6 +116,14 @@ class Checkpoints(CheckpointReader):
                 "have it, or give another --output_dir"
             )
         return None
+
+    def begun_elsewhere(self) -> bool:
+        """Whether there are copies of checkpoints, which `newest_whole` would fetch.
+
+        Raises:
+          OSError: the copies cannot be read.
+        """
+        return self._copies is not None and bool(self._copies.listed())
 
     def _is_listed(self, step: int) -> bool:
         """Whether this process sees the files of a checkpoint by their names and sizes."""
@@ -216,6 +230,15 @@ class Checkpoints(CheckpointReader):
             unproven = not self.steps()
             durable.make_folder(self.folder)
             durable.remove(temporary)
+            if not self._has_room():
+                with suppress(OSError):  # what can stay is no reason to save nothing
+                    self._sweep()
+            self._freed = None if self._has_room() else self._make_room()
+            if self._freed is not None:
+                self.notes.append(
+                    f"checkpoint {self._freed} is deleted to make room for that of step {step} in "
+                    f"{self.folder}: free space there to keep it"
+                )
             temporary.mkdir()
             return unproven
 
@@ -258,6 +281,8 @@ class Checkpoints(CheckpointReader):
                 shutil.rmtree(temporary, ignore_errors=True)
                 self._failed = temporary  # a thread of orbax may still be writing there
             if (cause := durable.system_error(error)) is not None:
+                if together.first and self._freed is None and cause.errno in durable.FULL:
+                    self._freed = self._make_room()  # for the next one
                 raise self._not_saved(step, cause, described["arrays"]) from error
             raise
         try:
@@ -273,6 +298,8 @@ class Checkpoints(CheckpointReader):
     def _copy(self, copies: Copies, step: int, kept: list[int]) -> None:
         try:
             copies.send(self.of_step(step), step, kept)
+        except Others as error:
+            self.notes.append(f"checkpoint {step} is saved and not copied: {error}")
         except Exception as error:  # of any store's library
             self.notes.append(
                 f"checkpoint {step} is saved and not copied to {copies.address} "
@@ -315,11 +342,38 @@ class Checkpoints(CheckpointReader):
             free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB"
         except OSError:
             free = "an unknown number of bytes"
+        others = ", those before it are as they were"
+        if self._freed is not None:
+            others = f", and checkpoint {self._freed} is deleted to make room"
         return NotSaved(
-            f"checkpoint of step {step} is not saved, those before it are as they were: "
+            f"checkpoint of step {step} is not saved{others}: "
             f"{durable.explained(cause, 'written', self.folder)} ({free} are free there, "
             f"{needed / 1e6:,.1f} MB are needed)"
         )
+
+    def _has_room(self) -> bool:
+        """Whether the disk says that it has room for another checkpoint like the newest."""
+        try:
+            steps, usage = self.steps(), shutil.disk_usage(self.folder)
+            if not steps or not usage.total:  # a file system that says nothing
+                return True
+            return usage.free > 1.05 * durable.size_on_disk(self.of_step(steps[-1]))
+        except OSError:  # the save meets it too
+            return True
+
+    def _make_room(self) -> int | None:
+        """Deletes the oldest checkpoint on a full disk; returns its step, or None.
+
+        One is enough, as all are of one size. The best stays, and so does the newest; if that is
+        damaged all stay.
+        """
+        with suppress(OSError, ValueError):  # the save goes on without
+            readable, steps = self._descriptions(skip_unreadable=True), self.steps()
+            old = min(readable.keys() - {*steps[-1:], self._best(readable)}, default=None)
+            if old is not None and self._harm(steps[-1]) is None:
+                self._remove(self.of_step(old))
+                return old
+        return None
 
     def _prune(self) -> None:
         self._sweep()

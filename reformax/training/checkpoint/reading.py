@@ -117,12 +117,27 @@ class CheckpointReader:
           OSError: it cannot be read, which says nothing about its content.
         """
 
+        shardings = None if shardings is None else named(shardings)
+        tensors, info = self._read(step, self._whole(step, like), shardings)
+        return as_tree(tensors, like, ""), info
+
+    def check(self, step: int, like: Any) -> dict[str, Any]:
+        """Raises as `restore` does of a checkpoint that does not fit, or is damaged.
+
+        Returns:
+          The dict that `restore` returns; no tensor is decoded.
+        """
+        described, _ = self._chosen(step, self._whole(step, like))
+        return self._info(described)
+
+    def _whole(self, step: int, like: Any) -> Callable[[Shapes], Shapes]:
+        """Chooses all tensors, which must be those of `like`."""
+
         def whole(there: Shapes) -> Shapes:
             check_fits(there, like, "", self.of_step(step))
             return there
 
-        tensors, info = self._read(step, whole, None if shardings is None else named(shardings))
-        return as_tree(tensors, like, ""), info
+        return whole
 
     def restore_params(
         self,
@@ -138,10 +153,26 @@ class CheckpointReader:
         with a checkpoint of another model. Of `names` only these parts of the model are read, and
         nothing within a part that has a name of `without`.
         """
-        prefix = ""
+        tensors, info = self._read(step, self._scored(step, like, fix, names, without))
+        prefix = "ema." if any(name.startswith("ema.") for name in tensors) else "params."
+        return as_tree(tensors, like, prefix), info
+
+    def check_params(self, step: int, like: Any, *options: Any) -> dict[str, Any]:
+        """As `check`, of the parameters that `restore_params` reads with these options."""
+        described, _ = self._chosen(step, self._scored(step, like, *options))
+        return self._info(described)
+
+    def _scored(
+        self,
+        step: int,
+        like: Any,
+        fix: str,
+        names: Collection[str] | None,
+        without: Collection[str],
+    ) -> Callable[[Shapes], Shapes]:
+        """Chooses the tensors of `restore_params`, which must be those of `like`."""
 
         def scored(there: Shapes) -> Shapes:
-            nonlocal prefix
             prefix = "ema." if any(name.startswith("ema.") for name in there) else "params."
             parts = [prefix] if names is None else [f"{prefix}{name}." for name in names]
             there = {n: x for n, x in there.items() if f"{n}.".startswith(tuple(parts))}
@@ -149,8 +180,7 @@ class CheckpointReader:
             check_fits(there, like, prefix, self.of_step(step), fix)
             return there
 
-        tensors, info = self._read(step, scored)
-        return as_tree(tensors, like, prefix), info
+        return scored
 
     def config(self, step: int) -> str | None:
         """The settings that a checkpoint was saved with; None if it was saved without any.
@@ -258,6 +288,33 @@ class CheckpointReader:
 
         `choose` raises `SettingError` where they do not fit, before any is read.
         """
+        described, wanted = self._chosen(step, choose, shardings)
+        folder = self.of_step(step)
+        try:
+            tensors = arrays_lib.restore_tensors(folder, wanted, shardings)
+        except Exception as error:
+            folder = self.of_step(step)
+            if not os.path.lexists(folder):
+                raise self._refusal(step, "deleted") from error
+            if (cause := durable.system_error(error)) is not None:
+                raise durable.explained(cause, "read", folder) from error
+            raise ValueError(
+                f"checkpoint {folder} matches its manifest and is none that training writes "
+                f"({error}): get it again from where it was trained"
+            ) from error
+        return tensors, self._info(described)
+
+    @staticmethod
+    def _info(described: dict[str, Any]) -> dict[str, Any]:
+        return {"step": described["step"], "score": described["score"], **described["extra"]}
+
+    def _chosen(
+        self,
+        step: int,
+        choose: Callable[[Shapes], Shapes],
+        shardings: dict[str, Sharding] | None = None,
+    ) -> tuple[dict[str, Any], Shapes]:
+        """The description of a whole checkpoint, and the tensors that `choose` wants of it."""
         try:
             described = self._read_description(step)
         except manifest.Damaged as error:
@@ -274,19 +331,7 @@ class CheckpointReader:
                 self._refuse_damaged(step)
             raise
         self._refuse_damaged(step)
-        try:
-            tensors = arrays_lib.restore_tensors(folder, wanted, shardings)
-        except Exception as error:
-            folder = self.of_step(step)
-            if not os.path.lexists(folder):
-                raise self._refusal(step, "deleted") from error
-            if (cause := durable.system_error(error)) is not None:
-                raise durable.explained(cause, "read", folder) from error
-            raise ValueError(
-                f"checkpoint {folder} matches its manifest and is none that training writes "
-                f"({error}): get it again from where it was trained"
-            ) from error
-        return tensors, {"step": step, "score": described["score"], **described["extra"]}
+        return described, wanted
 
     def _refuse_damaged(self, step: int) -> None:
         if step != self._checked and (harm := self._harm(step)) is not None:
