@@ -19,7 +19,7 @@ from reformax.declared import Called, Rate, SettingError, Size, Unsupported, che
 from reformax.flax import nan_unless_mask, seen
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.rotary import (
@@ -92,13 +92,13 @@ def sizes_of(
     return Dims(num_heads, size, size, length, num_kv_heads, num_qk_heads)
 
 
-def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, ExtraProjection]:
+def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, Projection]:
     """The projections, by the names of their weights."""
     n, g = sizes.qk_heads, sizes.key_heads
     found = {
-        "query": ExtraProjection(n, sizes.d_qk, rotated=True),
-        "key": ExtraProjection(min(n, g), sizes.d_qk, rotated=True),
-        "value": ExtraProjection(g, sizes.d_v),
+        "query": Projection(n, sizes.d_qk, rotated=True),
+        "key": Projection(min(n, g), sizes.d_qk, rotated=True),
+        "value": Projection(g, sizes.d_v),
     }
     if op.shared_qk:
         del found["key"]
@@ -124,7 +124,7 @@ def shapes_of_weights(op: AttentionOp, sizes: Dims) -> Any:
 def _heads_of(
     module: Any,
     projected: dict[str, Array],
-    projections: dict[str, ExtraProjection],
+    projections: dict[str, Projection],
     positions: Int[Array, "#B T"],
 ) -> Heads:
     """The projections by what the algorithm calls them, rotated by positions with `use_rotary`."""
@@ -177,7 +177,7 @@ def attend(
     module: Any,
     params: Any,
     projected: dict[str, Array],
-    projections: dict[str, ExtraProjection],
+    projections: dict[str, Projection],
     *,
     mask: ArrayLike | None,
     segment_ids: SegmentIds | None,
@@ -224,7 +224,7 @@ def decode(
     module: Any,
     params: Any,
     projected: dict[str, Array],
-    projections: dict[str, ExtraProjection],
+    projections: dict[str, Projection],
     cache: DecodingCache | None,
     lengths: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "B T N V"], DecodingCache]:

@@ -28,7 +28,7 @@ from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import FOR_DECODING, Unnormed, affine, products, transposed_on_gpu
-from reformax.ops.base import AttentionOp, Dims, ExtraProjection
+from reformax.ops.base import AttentionOp, Dims, Projection
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.normalization import length_normalize
@@ -195,25 +195,25 @@ class MultiHead(Layer):
     def drops(self) -> bool:
         return self._weights_rate > 0.0 or self._output_rate > 0.0
 
-    def projections(self) -> dict[str, ExtraProjection]:
+    def projections(self) -> dict[str, Projection]:
         """The projections of the input, by the names that their weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
         n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
         both = {
-            "q": ExtraProjection(n_qk or n, h, rotated=True),
-            "k": ExtraProjection(n_qk or n_kv, h, rotated=True),
+            "q": Projection(n_qk or n, h, rotated=True),
+            "k": Projection(n_qk or n_kv, h, rotated=True),
         }
         if self.op.shared_qk:
             del both["k"]
-        gate = {"headwise": ExtraProjection(n, 1), "elementwise": ExtraProjection(n, v)}
+        gate = {"headwise": Projection(n, 1), "elementwise": Projection(n, v)}
         return (
             both
-            | {"v": ExtraProjection(n_kv, v)}
+            | {"v": Projection(n_kv, v)}
             | {name: to.of_input for name, to in self._extra_projections().items()}
             | ({ATTENTION_GATE: gate[self.gate]} if self.gate else {})
         )
 
-    def _extra_projections(self) -> dict[str, ExtraProjection]:
+    def _extra_projections(self) -> dict[str, Projection]:
         """The extra projections that the algorithm reads."""
         return self.op.extra_projections(self._dims)
 

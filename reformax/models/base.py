@@ -41,7 +41,6 @@ from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
-from reformax.layers.stacks import Dtype as Width
 from reformax.models.designs import Activation, Design, check_read, weighs_far
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
@@ -141,17 +140,17 @@ class Model(Layer, TaskModel):
         self._positions = self._added_positions()
 
     @property
-    def width(self) -> Width:
+    def compute_dtype(self) -> str:
         """The dtype of all but FP8 products: bfloat16 where `dtype` is "float8"."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
-    def features_dtype(self) -> Width:
+    def features_dtype(self) -> str:
         """The dtype of the features that logits are computed from: float32 for float16 too.
 
         The gradient of a mean over many targets underflows in float16.
         """
-        return "float32" if self.width == "float16" else self.width
+        return "float32" if self.compute_dtype == "float16" else self.compute_dtype
 
     @property
     def max_length(self) -> int | None:
@@ -213,14 +212,14 @@ class Model(Layer, TaskModel):
     def _stack_options(self) -> dict[str, Any]:
         design = self.design
         return dict(
-            dtype=self.width,
+            dtype=self.compute_dtype,
             norm=design.norm,
             norm_epsilon=design.norm_epsilon,
             norm_place=design.norm_place,
             scan_layers=self.scan_layers,
         )
 
-    def _norm_layer(self, dtype: Width | None = None) -> LayerNorm:
+    def _norm_layer(self, dtype: str | None = None) -> LayerNorm:
         """A norm of the design; None: in the dtype of its input."""
         return NORMS[self.design.norm](self.design.norm_epsilon, dtype)
 

@@ -206,7 +206,7 @@ class EncoderDecoder(Model):
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"
     ) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
-        logits = logits_product(features, params["embedding"], self.width, to=dtype)
+        logits = logits_product(features, params["embedding"], self.compute_dtype, to=dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(
@@ -251,7 +251,7 @@ class EncoderDecoder(Model):
         return {
             "decoder": params["decoder"] | {"stack": stack},
             "embedding": params["embedding"],
-            "softmax": params["embedding"].astype(self.width).T,
+            "softmax": params["embedding"].astype(self.compute_dtype).T,
         }
 
     def prefill(
@@ -339,7 +339,7 @@ class EncoderDecoder(Model):
 
     def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
         """`logits` with the weights from `for_decoding`."""
-        features = self._merge(params["decoder"], streams)[:, 0].astype(self.width)
+        features = self._merge(params["decoder"], streams)[:, 0].astype(self.compute_dtype)
         logits = jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
         return capped(logits, self.design.logits_soft_cap)
 

@@ -35,7 +35,7 @@ from reformax import devices
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.calls.arguments import check_part, check_read
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import options
@@ -206,7 +206,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         dims = Dims(max(n_qk, n_v), q.shape[3], v.shape[3], q.shape[1], n_kv_heads=n_v)
         return dims if n_v <= n_qk else dims._replace(n_qk_heads=n_qk)
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
         """Further projections of the layer's input that the algorithm reads, such as gates.
 
         A layer makes them. `apply`, `init_cache` and `step` then take `extra_projections`, a dict,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import first_global, rows_at
@@ -96,14 +96,14 @@ class longformer(AttentionOp):
             )
         return tuple(Visibility(causal, self.window, n) for n in each)
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
         if not (self.n_global and self.global_projections):
             return {}
-        vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
+        vectors = Projection(dims.n_heads, dims.d_qk, rotated=True)
         return {
             "global_q": vectors,
             "global_k": vectors,
-            "global_v": ExtraProjection(dims.n_heads, dims.d_v),
+            "global_v": Projection(dims.n_heads, dims.d_v),
         }
 
     def _plan(self, call, params, q, k) -> Int[Array, "B G"] | None:
