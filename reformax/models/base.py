@@ -41,7 +41,7 @@ from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
-from reformax.models.designs import Activation, Design, check_read, weighs_far
+from reformax.models.designs import Activation, Design, check_settings_read, read_by
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
@@ -237,7 +237,7 @@ class Model(Layer, TaskModel):
         rotating = design.rotating(self.pos_type, argument, cycle)
         self._check_cycle(argument, cycle, rotating, causal)
         ops = [op for name in self._attention_types for op in cycle_of(getattr(self, name))]
-        check_read(vars(design), " or ".join(self._attention_types), ops)
+        check_settings_read(vars(design), " or ".join(self._attention_types), ops)
         cycle = [design.of_op(op) for op in cycle]
         places = norm_places(design.norm_place, len(cycle))
         if cross:
@@ -248,12 +248,12 @@ class Model(Layer, TaskModel):
                     op,
                     **self._attention_options(op, place),
                     causal=causal,
-                    key_conv=design.key_conv if weighs_far(op) else None,
+                    key_conv=read_by(op, "key_conv", design.key_conv),
                     use_rotary=rotates,
                     rotary=design.rotary_of(op) if rotates else RotaryAngles(),
                     rotary_grid=self.pos_axial_shape if rotates else (),
-                    position_bias=self._position_bias if op.bias else None,
-                    next_value=self.next_value and causal and op.never_sees_itself,
+                    position_bias=read_by(op, "pos_type", self._position_bias),
+                    next_value=causal and bool(read_by(op, "next_value", self.next_value)),
                 ),
                 self._feed_forward(place),
                 cross
@@ -272,7 +272,7 @@ class Model(Layer, TaskModel):
             raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
         given = dict(n_kv_heads=self.n_kv_heads, n_qk_heads=self.n_qk_heads)
         given |= dict(pos_type=self._position_bias, next_value=self.next_value and causal)
-        check_read(given, argument, cycle)
+        check_settings_read(given, argument, cycle)
         for name in ("rotary_layers", "rotary_local_base"):
             value = getattr(self.design, name)
             if value and self.pos_type not in ROTARY:
@@ -303,8 +303,8 @@ class Model(Layer, TaskModel):
             n_heads=self.n_heads,
             d_qk=self._head_size(self.d_attention_key),
             d_v=self._head_size(self.d_attention_value),
-            n_kv_heads=None if op.shared_qk else self.n_kv_heads,
-            n_qk_heads=self.n_qk_heads if op.more_value_heads else None,
+            n_kv_heads=read_by(op, "n_kv_heads", self.n_kv_heads),
+            n_qk_heads=read_by(op, "n_qk_heads", self.n_qk_heads),
             bias=design.attention_bias,
             output_bias=design.output_bias,
             attention_dropout=self.attention_dropout,
@@ -313,9 +313,9 @@ class Model(Layer, TaskModel):
             norm=design.norm,
             norm_epsilon=design.norm_epsilon,
             output_norm=norm_place != "input",
-            qk_norm=design.qk_norm if op.dropout else False,
-            scale=design.attention_scale if op.dropout else None,
-            gate=None if op.gated else design.attention_gate,
+            qk_norm=read_by(op, "qk_norm", design.qk_norm) or False,
+            scale=read_by(op, "attention_scale", design.attention_scale),
+            gate=read_by(op, "attention_gate", design.attention_gate),
             float8=self.dtype == "float8",
             amax_history=self.amax_history,
             mode=self.mode,
