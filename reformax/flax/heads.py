@@ -268,13 +268,12 @@ def decode(
     # Padding is in the future of every token: only a plan has to know of it.
     is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
     call, key = dict(extra_projections=extra_projections), module.draw(0.0)
-    masks = dict(causal=True, rng=key)
-    planned = op.of_value_heads(q, k, v)
-    plan = op.plan(params, *planned, segment_ids=is_token, length=capacity, train=False, **masks)
-    out = op.apply(params, q, k, v, plan=plan, segment_ids=None, **masks, **call)
+    arrays, masks = (params, q, k, v), dict(causal=True, rng=key)
+    plan = op.plan(*arrays, segment_ids=is_token, length=capacity, train=False, **masks)
+    out = op.apply(*arrays, plan=plan, segment_ids=None, **masks, **call)
     out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)
     call |= dict(plan=plan, lengths=lengths, capacity=capacity, rng=key)
-    return out, DecodingCache(op.init_cache(params, q, k, v, **call), lengths)
+    return out, DecodingCache(op.init_cache(*arrays, **call), lengths)
 
 
 def _read_on(

@@ -135,9 +135,8 @@ class AttentionDecoding:
 
         no_tokens, rng, plan = jnp.zeros(batch, jnp.int32), fold_in(rng, PLAN), None
         if not self.op.reuses:
-            both = self.op.of_value_heads(*qkv.arrays)
             masks = dict(segment_ids=no_tokens[:, None], causal=True, train=False)
-            plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
+            plan = self.op.plan(params["op"], *qkv.arrays, rng=rng, length=capacity, **masks)
         of_op = self._init_cache(params["op"], qkv, plan, no_tokens, capacity, rng)
         last_keys = None
         if self.key_conv:

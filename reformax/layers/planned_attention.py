@@ -16,9 +16,8 @@ from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.masking.masks import (
     SegmentIds,
     Tokens,
-    int32_ids,
+    int32_or_bool_ids,
     row_lengths,
-    says_one_segment,
     tokens_of,
 )
 
@@ -65,25 +64,23 @@ class PlannedAttention(MultiHead):
             global_tokens=global_tokens,
         )
 
-        one_segment = says_one_segment(tokens.segment_ids)
-
         def plan(qkv, tokens, params, rng, shard=None):
             segment_ids, global_tokens = tokens
             return self.op.plan(
                 params,
-                *self.op.of_value_heads(*qkv.arrays),
+                *qkv.arrays,
                 segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,
                 shard=shard,
-                one_segment=one_segment,
                 train=self.mode == "train",
                 length=length,
                 global_tokens=global_tokens,
             )
 
-        arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], fold_in(rng, PLAN)
-        return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
+        masks = int32_or_bool_ids(tokens.segment_ids), global_tokens
+        arrays = qkv, masks, params["op"], fold_in(rng, PLAN)
+        return context.plan(plan, self.op, self.n_heads, *arrays)
 
     def attend(
         self,
@@ -142,7 +139,6 @@ class PlannedAttention(MultiHead):
                 *qkv.arrays,
                 plan=plan,
                 segment_ids=segment_ids,
-                one_segment=says_one_segment(tokens.segment_ids),
                 causal=self.causal,
                 rng=rng,
                 shard=shard,
@@ -152,7 +148,7 @@ class PlannedAttention(MultiHead):
                 **options,
             )
 
-        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
+        arrays = qkv, plan, int32_or_bool_ids(tokens.segment_ids), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
         return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 

@@ -246,20 +246,12 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return length_normalize(q) if self.shared_qk else k
 
     @final
-    def of_value_heads(
-        self, q: Float[Array, "B T Q H"], k: Float[Array, "B S Q H"] | None, v
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"] | None]:
-        """Queries and keys for each head of values, where there are more of these."""
-        if not self.more_value_heads:
-            return q, k
-        return repeat_to_values(q, v), repeat_to_values(k, v)
-
-    @final
     def plan(
         self,
         params: Any,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B S G H"] | None,
+        v: Float[Array, "B S G V"] | None = None,
         *,
         segment_ids: SegmentIds | None,
         causal: bool,
@@ -270,8 +262,8 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Args:
           params: the algorithm's own weights, from `init`.
           q: queries.
-          k: keys; None if `shared_qk`. Both are those of `of_value_heads` where
-            values have more heads.
+          k: keys; None if `shared_qk`.
+          v: values, of which only the number of heads is read; None: no more than of queries.
           segment_ids: `[B, T]`, a pair of two sequences, or None: a row is one segment.
           causal: whether a position sees only itself and what came before it.
           **call: further fields of `Call`: `rng`, the source of hashes; `train`, False selects the
@@ -279,7 +271,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
             reads them.
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self._run(self._plan, call, params, q, k)
+        return self._run(lambda *x: self._plan(*x[:-1]), call, params, q, k, v)
 
     @final
     def apply(
@@ -342,7 +334,8 @@ class AttentionOp(ArrayCalls, LogitOptions):
         seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0
         made = self._call(**call)
         q = self._scaled(made, params, q, k)
-        return kept_mass(made, q, self.keys_of(q, k), seen, at, exclude_self=self.shared_qk)
+        each = (repeat_to_values(x, v) for x in (q, self.keys_of(q, k)))
+        return kept_mass(made, *each, seen, at, exclude_self=self.shared_qk)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -515,7 +508,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
         return Call(logits=Logits(*numbers), **arguments)
 
-    def _run(self, function, call: Call, params, q, k, *others) -> Any:
+    def _run(self, function, call: Call, params, q, k, v, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
         Queries are scaled by length.
@@ -525,13 +518,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         q = self._scaled(call, params, q, k)
         check_read(self, call)
-        arrays = call, params, q, k, *others
-        call, params, q, k, *others = devices.varying_as(arrays, arrays)
-        if others and not self._repeats_qk:
-            q, k = self.of_value_heads(q, k, others[0])
+        arrays = call, params, q, k, v, *others
+        call, params, q, k, v, *others = devices.varying_as(arrays, arrays)
+        if v is not None and self.more_value_heads and not self._repeats_qk:
+            q, k = repeat_to_values(q, v), repeat_to_values(k, v)
         if not self._grouped:
-            k, *others[:1] = repeat_heads(q, k, *others[:1])
-        return devices.varying_as(arrays, function(call, params, q, k, *others))
+            k, v = repeat_heads(q, k, v)
+        return devices.varying_as(arrays, function(call, params, q, k, v, *others))
 
     def _attend(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """`_apply` with the seed of dropout, of arrays that are zeros at padding."""

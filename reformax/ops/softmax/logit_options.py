@@ -79,9 +79,6 @@ class LogitOptions(Options):
         dtype = accum_dtype(q.dtype)
         factor = self.scale_by_length
         if self.learn_scale_by_length:
-            factor, n = params["length_factor"], q.shape[2]
-            if len(factor) < n and call.shard is None:  # queries of `of_value_heads`
-                factor = jnp.repeat(factor, n // len(factor))
-            factor = of_heads(factor, call.shard, n).astype(dtype)
+            factor = of_heads(params["length_factor"], call.shard, q.shape[2]).astype(dtype)
         factor = factor * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))[..., None]
         return (q * factor[..., None]).astype(q.dtype)
