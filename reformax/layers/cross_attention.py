@@ -17,7 +17,6 @@ from reformax.layers import context, remat
 from reformax.layers.matrices import Unnormed, affine
 from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
 from reformax.layers.planned_attention import PlannedAttention
-from reformax.ops.base import Dims
 from reformax.ops.calls.arguments import check_mask
 from reformax.ops.masking.masks import paired_segment_ids
 from reformax.ops.numerics.arrays import check_floats
@@ -45,7 +44,7 @@ class CrossAttention(PlannedAttention):
                 f"n_qk_heads is {self.n_qk_heads}: cross-attention has as many heads of values, "
                 "leave it out"
             )
-        if self.op.extra_projections(Dims(1, 1, 1, 1)):
+        if self.op.reads_projections:
             raise Unsupported(
                 f"op is {self.op}: it reads further projections, which a memory has none of; use "
                 "dense.dense()"

@@ -20,6 +20,7 @@ from reformax.ops.masking.masks import (
     row_lengths,
     tokens_of,
 )
+from reformax.ops.softmax.kept_mass import kept_mass
 
 KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 
@@ -109,19 +110,19 @@ class PlannedAttention(MultiHead):
         out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
         if KEPT_MASS not in params or run is remat.stored:
             return out
-        kept_mass = self._kept_mass(read, qkv.of_op, plan, segment_ids)
-        return out + (0 * updated(params[KEPT_MASS], kept_mass)).astype(out.dtype)
+        measured = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        return out + (0 * updated(params[KEPT_MASS], measured)).astype(out.dtype)
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
         options = dict(dropout=self._weights_rate)
         return self._on_devices(self.op.apply, params, qkv, plan, segment_ids, rng, **options)
 
     def _kept_mass(self, params, qkv: QKV, plan, segment_ids) -> Float[Array, ""]:
-        """The mean of `AttentionOp.kept_mass` over rows, queries and heads."""
+        """The mean of `softmax.kept_mass` over rows, queries and heads."""
         n_shards = devices.n_sequence_shards()
 
         def measured(*arrays, **call) -> Float[Array, "B C N 2"]:
-            found = self.op.kept_mass(*arrays, **call)  # its queries are split as a sequence is
+            found = kept_mass(self.op, *arrays, **call)  # its queries are split as a sequence is
             return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
 
         found = self._on_devices(measured, params, qkv, plan, segment_ids)

@@ -25,9 +25,10 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Rate, check
 from reformax.layers.attention import Attention
-from reformax.layers.base import USE_EVAL, Layer, refuse_one_position
+from reformax.layers.base import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.multi_head import QKV
+from reformax.layers.trax_predict import USE_EVAL, refuse_one_position
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.hashing import angular as hashing

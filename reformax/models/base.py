@@ -41,7 +41,7 @@ from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
-from reformax.models.designs import Activation, Design, check_settings_read, read_by
+from reformax.models.designs import SHORTHANDS, Activation, Design, check_settings_read, read_by
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
@@ -134,8 +134,7 @@ class Model(Layer, TaskModel):
                 f"amax_history is {self.amax_history} and dtype is {self.dtype!r}, which has no "
                 "scales: set amax_history=0 or dtype='float8'"
             )
-        names = "attention_bias", "ff_activation", "norm_epsilon", "init_std"
-        self.design = self.design.but(**{name: getattr(self, name) for name in names})
+        self.design = self.design.but(**{name: getattr(self, name) for name in SHORTHANDS})
         self._dropout_rate = rate_in(self.mode, self.dropout)
         self._positions = self._added_positions()
 

@@ -43,6 +43,8 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
+# Choices of a design that models also have as arguments of their own.
+SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")
 
 
 def weighs_far(op: AttentionOp) -> bool:

@@ -28,7 +28,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
@@ -44,11 +43,9 @@ from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment, 
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.sharding import queries
 from reformax.ops.sharding.array_calls import ArrayCalls
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, weight_rows
 from reformax.ops.softmax.logit_options import LogitOptions
 
 op = options  # the decorator of an algorithm: its options are the fields of a dataclass
@@ -58,9 +55,9 @@ op = options  # the decorator of an algorithm: its options are the fields of a d
 class AttentionOp(ArrayCalls, LogitOptions):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
-    `plan` chooses the keys that each query may attend to, and `apply` attends to them. A reversible
-    stack computes `apply` again in the backward pass, with the same plan. It stores the plans,
-    which are small, and no activations.
+    `plan` chooses the keys that each query may attend to, and `apply` attends to them; `__call__`
+    (`sharding.array_calls`) does both. A reversible stack computes `apply` again in the backward
+    pass, with the same plan. It stores the plans, which are small, and no activations.
 
     An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
     `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step`,
@@ -82,20 +79,20 @@ class AttentionOp(ArrayCalls, LogitOptions):
       bias: it can add a given bias to the logits, as layers with a `position_bias` need.
       dropout: it makes attention weights, which can be dropped.
       packed: it tells segments apart, as packed rows need; False: a row has one, besides padding.
+      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global.
       plan_needs: what `plan` reads: "nothing" (the same keys are seen whatever they hold), "inputs"
         (queries and keys), or "rng" (random numbers too).
       reuses: its plan is that of an op before it in the cycle of layers, which `may_reuse` names.
         In decoding `step(chosen=)` takes `newest_choice` of the other's cache.
-      never_sees_itself: a position never sees itself, as layers with `next_value` need.
+      chooses_keys: it is one softmax over keys that its plan chooses, as `softmax.kept_mass` needs.
       local: how far a position sees does not grow with the length. Models with
         `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
-      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global.
+      never_sees_itself: a position never sees itself, as layers with `next_value` need.
+      rotates: it rotates queries and keys by their positions. Layers with `use_rotary` refuse it.
+      gated: it gates its own output. Models with `attention_gate` add no second gate.
       shards: what devices may have a part of: () nothing, "heads", "key heads" (heads in whole
         groups that share keys), "sequence", or "queries", whose keys the op gathers
         (`sharding.queries`). Of the last two a `Shard` names the axis.
-      rotates: it rotates queries and keys by their positions. Layers with `use_rotary` refuse it.
-      gated: it gates its own output. Models with `attention_gate` add no second gate.
-      chooses_keys: it is one softmax over keys that its plan chooses, with a `kept_mass`.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
       divides_cache: `step` and `read_on` take a cache whose positions a mesh axis divides
         (`decoding.reading`).
@@ -107,16 +104,18 @@ class AttentionOp(ArrayCalls, LogitOptions):
     bias: ClassVar[bool] = False
     dropout: ClassVar[bool] = True
     packed: ClassVar[bool] = True
-    local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
-    rotates = False  # an option of some
-    gated = False  # an option of some recurrences
-    attend_self_if_alone = True  # an option of some
-    reuses = False
-    shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
+    local: ClassVar[bool] = False
+    shards: ClassVar[tuple[str, ...]] = ()
     divides_cache: ClassVar[bool] = False
-    scale = None  # the factor of logits, where it is an option
+
+    # Options of some algorithms.
+    reuses = False
+    rotates = False
+    gated = False
+    attend_self_if_alone = True
+    scale = None  # the factor of logits
 
     # What the methods without an underscore leave to the algorithm.
     _grouped = False  # to read G heads of keys and values; False: they are repeated to N
@@ -141,6 +140,11 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Where keys are made of the queries, each has its own values.
         """
         return not self.shared_qk
+
+    @property
+    def reads_projections(self) -> bool:
+        """Whether it has `extra_projections`, which a layer makes and two sequences do not have."""
+        return bool(self.extra_projections(Dims(1, 1, 1, 1)))
 
     @property
     def carries_state(self) -> bool:
@@ -219,8 +223,11 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return False
 
     def newest_choice(self, cache: Any) -> Any:
-        """The keys that the newest query of each row chose, from a cache after `step`."""
-        raise NotImplementedError(f"{self.name} has no choice that others reuse")
+        """The keys that the newest query of each row chose, from a cache after `step`.
+
+        Of an op whose choice others may reuse; () of any other.
+        """
+        return ()
 
     def cache_axes(self, cache: Any) -> Any:
         """The axis of positions of each array of a cache, where the op `divides_cache`.
@@ -298,44 +305,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
         return self.attend(call, params, q, k, v, plan)
-
-    @final
-    def kept_mass(
-        self, params, q, k, v, *, plan, segment_ids, causal, **call
-    ) -> Float[Array, "B C N 2"]:
-        """The share of dense attention's mass on the keys that sampled queries see by a plan.
-
-        C queries of each row are sampled, at most `N_QUERIES` and at most as many as values have
-        channels; see `softmax.kept_mass`. It has no gradient.
-
-        Args:
-          params, q, k, v, plan, segment_ids, causal, **call: as in `apply`, without dropout.
-
-        Returns:
-          The share of each head and query, and 1; two zeros where dense attention sees no key.
-
-        Raises:
-          Unsupported: the algorithm has no `chooses_keys`.
-        """
-        if not self.chooses_keys:
-            raise Unsupported(
-                f"op is {self}: it chooses no keys of one softmax, use an op whose chooses_keys is "
-                "True, such as lsh.lsh()"
-            )
-        given = params, q, k, v, call.get("extra_projections")
-        params, q, k, v, projections = lax.stop_gradient(given)
-        if queries.axis_of(shard := call.get("shard")) is not None:  # each measures the whole
-            whole = q, k, v, projections, plan, segment_ids
-            q, k, v, projections, plan, segment_ids = queries.of_all(shard, whole)
-            call |= dict(shard=None)
-        call |= dict(segment_ids=segment_ids, causal=causal, extra_projections=projections)
-        k, v = repeat_heads(q, k, v)
-        at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
-        seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0
-        made = self._call(**call)
-        q = self._scaled(made, params, q, k)
-        each = (repeat_to_values(x, v) for x in (q, self.keys_of(q, k)))
-        return kept_mass(made, *each, seen, at, exclude_self=self.shared_qk)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -583,11 +552,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         def step(call, q, k, v, cache):
             return self._step(call, params, q, k, v, cache)
 
-        return reading.by_steps(step, self._choice_of, call, q, k, v, cache)
-
-    def _choice_of(self, cache: Any) -> Any:
-        """`newest_choice` where others may reuse it, otherwise ()."""
-        return ()
+        return reading.by_steps(step, self.newest_choice, call, q, k, v, cache)
 
     def _replace_value(self, cache, v, position):
         raise NotImplementedError(f"{self.name} cannot replace a value")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import dense, lsh, moba
-from reformax.ops.softmax.kept_mass import N_QUERIES, sampled_positions
+from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions
 from tests.ops import inputs, oracle
 from tests.ops.rows import ROWS, Shape, except_self, over, visible
 
@@ -18,7 +18,7 @@ CHOOSING = [row for row in ROWS if row.op().chooses_keys and row.counts is not N
 def measure(op, x, **call):
     plan = inputs.plan(op, x, rng=jax.random.key(3), train=True, **call)
     extras = dict(extra_projections=x.extra_projections)
-    return plan, op.kept_mass(x.params, x.q, x.k, x.v, plan=plan, **call, **extras)
+    return plan, kept_mass(op, x.params, x.q, x.k, x.v, plan=plan, **call, **extras)
 
 
 def expected(row, options, x, plan, shape, causal, segment_ids):
@@ -92,4 +92,4 @@ def test_an_op_that_chooses_no_keys_is_refused():
     op = dense.dense()
     x = inputs.draw(op)
     with pytest.raises(NotImplementedError, match=r"op is dense\(\): it chooses no keys"):
-        op.kept_mass((), x.q, x.k, x.v, plan=(), segment_ids=None, causal=True)
+        kept_mass(op, (), x.q, x.k, x.v, plan=(), segment_ids=None, causal=True)

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from reformax.declared import Rate, SettingError, Unsupported, check, shown
-from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import shape_of_pairs
 from reformax.ops.masking.masks import Ids, Tokens, int32_ids, segment_pair, tokens_of
@@ -100,7 +99,7 @@ def check_read(op, call) -> None:
     read = dict(
         bias=op.bias,
         global_tokens=op.global_tokens,
-        extra_projections=op.extra_projections(Dims(1, 1, 1, 1)),
+        extra_projections=op.reads_projections,
         origins=op.decoding == "beams",
         chosen=op.reuses,
     )

@@ -48,9 +48,6 @@ class IndexedChoice:
         defaults = {x.name: x.default for x in dataclasses.fields(self)}
         return all(getattr(self, x) in (defaults[x], getattr(other, x)) for x in self._of_choice)
 
-    def _choice_of(self, cache):
-        return () if self.reuse else self.newest_choice(cache)
-
     @property
     def _learns(self) -> bool:
         """Whether the op has an indexer that learns."""
