@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Unsupported
-from reformax.layers import context
+from reformax.layers import context_parallel
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import PLAN, QKV, fold_in, gated
+from reformax.layers.multi_head import PLAN, QKV, gated
 from reformax.layers.planned_attention import read_by_op
+from reformax.layers.rngs import fold_in
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.recurrence import short_convolution
 
@@ -75,7 +76,7 @@ class AttentionDecoding:
         index, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
             positions = jnp.minimum(index, lengths[:, None] - 1)
-        unshifted = self._rotate(params, self._convolved(params, heads), positions)
+        unshifted = self._to_qkv(params, self._convolved(params, heads), positions)
         qkv = self._with_next_value(params, unshifted)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = index < lengths[:, None]
@@ -86,7 +87,7 @@ class AttentionDecoding:
             return self._init_cache(params, qkv, plan, lengths, capacity, rng)
 
         weights = params["op"], fold_in(rng, PLAN)
-        of_op = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
+        of_op = context_parallel.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
         last_keys = last_value = None
         if self.key_conv:
             last_keys = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
@@ -129,7 +130,7 @@ class AttentionDecoding:
         self._check_decodes()
         x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
         heads = self._project_all(params, x)
-        qkv = jax.tree.map(jnp.zeros_like, self._rotate(params, heads).of_op)
+        qkv = jax.tree.map(jnp.zeros_like, self._to_qkv(params, heads).of_op)
         if self.op.divides_cache:  # each device has as many positions
             capacity += -capacity % devices.n_sequence_shards()
 
@@ -143,7 +144,7 @@ class AttentionDecoding:
             shape = batch, self.key_conv - 1, *heads[self._keys].shape[2:]
             last_keys = jnp.zeros(shape, dtype)
         last_value = qkv.v if self.next_value else None
-        return AttentionCache(context.placed_cache(self.op, of_op), last_keys, last_value)
+        return AttentionCache(context_parallel.placed_cache(self.op, of_op), last_keys, last_value)
 
     def read_on(
         self,
@@ -180,7 +181,7 @@ class AttentionDecoding:
             last_keys = short_convolution.last_of(joined, self.key_conv, n_last)
             heads = heads | {self._keys: keys}
         at = position[:, None] + jnp.minimum(index, lengths[:, None] - 1)
-        unshifted = self._rotate(params, heads, at)
+        unshifted = self._to_qkv(params, heads, at)
         qkv = self._with_next_value(params, unshifted)
         if self.next_value:
             current, following = value_factors(params, qkv.v.dtype)
@@ -201,7 +202,7 @@ class AttentionDecoding:
 
         rows = qkv.of_op, value, lengths, position, chosen
         given = self.op, rows, cache.op, read_by_op(params)
-        out, of_op, choices = context.from_cache(read, *given)
+        out, of_op, choices = context_parallel.from_cache(read, *given)
         cache = AttentionCache(of_op, last_keys, last_value)
         return self.combine(params, out, qkv.gate), cache, choices
 
@@ -240,7 +241,7 @@ class AttentionDecoding:
             of_keys = heads[self._keys], cache.last_keys, params["key_conv"]
             key, last_keys = short_convolution.of_next_key(*of_keys)
             heads = heads | {self._keys: key}
-        qkv = self._rotate(params, heads, position[:, None])
+        qkv = self._to_qkv(params, heads, position[:, None])
         if self.next_value:
             # So far the newest key's value was without the next one.
             current, following = value_factors(params, qkv.v.dtype)
@@ -257,7 +258,9 @@ class AttentionDecoding:
             return *self.op.step(params["op"], *qkv.arrays, cache, **options), ()
 
         rows = qkv.of_op, value, position, origins if self._beams_share_caches else None, chosen
-        out, of_op, _ = context.from_cache(step, self.op, rows, cache.op, read_by_op(params))
+        out, of_op, _ = context_parallel.from_cache(
+            step, self.op, rows, cache.op, read_by_op(params)
+        )
         cache = AttentionCache(of_op, last_keys, last_value)
         return self._output(params, gated(out, qkv.gate), added), cache
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
-from reformax.layers import context, remat
+from reformax.layers import context_parallel, remat
 from reformax.layers.matrices import Unnormed, affine
 from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
 from reformax.layers.planned_attention import PlannedAttention
@@ -63,7 +63,7 @@ class CrossAttention(PlannedAttention):
         of_memory = self._project_heads(params, memory.astype(x.dtype), "kv")
         heads = self._normed(params, heads | of_memory)
         gate = heads.pop(ATTENTION_GATE, None)
-        return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
+        return context_parallel.arrange(self.op, QKV(**heads))._replace(gate=gate)
 
     @property
     def _of_queries(self) -> list[str]:

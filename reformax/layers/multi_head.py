@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from reformax.declared import (
     Bounds,
@@ -28,6 +28,7 @@ from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import FOR_DECODING, Unnormed, affine, products, transposed_on_gpu
+from reformax.layers.rngs import fold_in
 from reformax.ops.base import AttentionOp, Dims, Projection
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.numerics.arrays import check_floats
@@ -386,8 +387,3 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
         return heads
     dtype = accum_dtype(heads.dtype)
     return (heads.astype(dtype) * jax.nn.sigmoid(gate.astype(dtype))).astype(heads.dtype)
-
-
-def fold_in(rng: PRNGKeyArray | None, number: int) -> PRNGKeyArray | None:
-    """The rng of a layer's part; None where the layer has none."""
-    return None if rng is None else jax.random.fold_in(rng, number)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax import devices
 from reformax.buffers import updated
-from reformax.layers import context, remat
-from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead, fold_in
+from reformax.layers import context_parallel, remat
+from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead
+from reformax.layers.rngs import fold_in
 from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.masking.masks import (
     SegmentIds,
@@ -81,7 +82,7 @@ class PlannedAttention(MultiHead):
 
         masks = int32_or_bool_ids(tokens.segment_ids), global_tokens
         arrays = qkv, masks, params["op"], fold_in(rng, PLAN)
-        return context.plan(plan, self.op, self.n_heads, *arrays)
+        return context_parallel.plan(plan, self.op, self.n_heads, *arrays)
 
     def attend(
         self,
@@ -93,10 +94,10 @@ class PlannedAttention(MultiHead):
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection; `run` calls the algorithm."""
-        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
+        heads = self.attend_heads(params, qkv, plan, segment_ids, rng, run)
         return self.combine(params, heads, qkv.gate, rng)
 
-    def heads(
+    def attend_heads(
         self,
         params,
         qkv: QKV,
@@ -151,7 +152,7 @@ class PlannedAttention(MultiHead):
 
         arrays = qkv, plan, int32_or_bool_ids(tokens.segment_ids), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
-        return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
+        return context_parallel.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 
     def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
         """The bias that is added to the logits, if there is one."""

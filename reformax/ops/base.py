@@ -68,7 +68,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
     * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
-    * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
+    * write zeros at the padding of `apply`'s arguments and result, unless `_hides_padding`.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised to sqrt(H), as key. Layers
@@ -120,8 +120,9 @@ class AttentionOp(ArrayCalls, LogitOptions):
     # What the methods without an underscore leave to the algorithm.
     _grouped = False  # to read G heads of keys and values; False: they are repeated to N
     _repeats_qk = False  # to repeat queries and keys for all heads of values
-    _keeps_padding_out = False  # to write zeros at padding, whatever its arguments hold there
-    _hides_finite_padding = False  # the same in calls with `lengths`, where padding is finite
+    # To write zeros at padding, whatever its arguments hold there; "finite": in calls with
+    # `lengths` alone, whose padding is finite.
+    _hides_padding: ClassVar[bool | Literal["finite"]] = False
     _takes_lengths = False  # to read `Call.lengths`; False: None, and `segment_ids` say the same
     _impls: ClassVar[tuple[str, ...]] = ()  # values of the option `impl` besides "auto" and "xla"
 
@@ -499,12 +500,14 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """`_apply` with the seed of dropout, of arrays that are zeros at padding."""
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
-        hides = self._hides_finite_padding and call.lengths is not None
+        hides = self._hides_padding
+        if hides == "finite":
+            hides = call.lengths is not None
         # A part of a sequence may begin with padding.
         is_part = call.shard is not None and not isinstance(call.shard.position, int)
         if is_part or not self._takes_lengths:
             call = call.but(lengths=None)
-        if self._keeps_padding_out or hides:
+        if hides:
             return self._apply(call, params, q, k, v, plan)
         call = call.with_token_projections()
 

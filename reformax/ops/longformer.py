@@ -61,7 +61,6 @@ class longformer(AttentionOp):
     global_projections: bool = True
     impl: str = "auto"
 
-    _hides_finite_padding = True
     _takes_lengths = True
     _impls = KERNELS
 
@@ -79,8 +78,8 @@ class longformer(AttentionOp):
         return ("heads",) if alike else ()
 
     @property
-    def _keeps_padding_out(self) -> bool:
-        return self.n_global == 0
+    def _hides_padding(self) -> bool | str:
+        return True if self.n_global == 0 else "finite"
 
     def _check(self) -> None:
         if self.dilation == ():

@@ -107,7 +107,7 @@ class performer(AttentionOp):
 
     dropout = False
     shards = ("heads",)
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     _impls = KERNELS
 

@@ -65,7 +65,7 @@ class Recurrence(Options):
     dropout = False
     shards = ("heads",)
     _repeats_qk = True
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
