@@ -320,10 +320,7 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
 def check_decodes(op: AttentionOp, causal: bool, max_decode_length: int) -> None:
     """Raises an error for a module that cannot decode."""
     check("max_decode_length", max_decode_length, Size)
-    if op.decoding == "no":
-        raise Unsupported(
-            f"op is {op}: it has no step to decode with; use one that has, such as dense.dense()"
-        )
+    op.check_decodes()
     if not causal:
         raise SettingError(
             f"causal is False and max_decode_length {max_decode_length}: decoding needs causal=True"

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Unsupported
 from reformax.layers import context_parallel
 from reformax.layers.matrices import Unnormed
 from reformax.layers.multi_head import PLAN, QKV, gated
@@ -105,11 +104,7 @@ class AttentionDecoding:
 
     def _check_decodes(self) -> None:
         """Raises `Unsupported` or `ValueError` for a layer that cannot decode."""
-        if self.op.decoding == "no":
-            raise Unsupported(
-                f"op is {self.op}: it has no step to decode with; use one that has, such as "
-                "dense.dense()"
-            )
+        self.op.check_decodes()
         if not self.causal or self.mode != "eval":
             raise ValueError(
                 f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "

@@ -278,8 +278,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
             settings for evaluation; `length`, `shard`, and `global_tokens` where the algorithm
             reads them.
         """
+
+        def plan(call, params, q, k, v) -> Any:
+            del v
+            return self._plan(call, params, q, k)
+
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self._run(lambda *x: self._plan(*x[:-1]), call, params, q, k, v)
+        return self._run(plan, call, params, q, k, v)
 
     @final
     def apply(
@@ -359,6 +364,15 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return self._run(self._attend_from, call, params, q, k, v, state)
 
     @final
+    def check_decodes(self) -> None:
+        """Raises `Unsupported` if it cannot decode."""
+        if self.decoding == "no":
+            raise Unsupported(
+                f"op is {self}: it has no step to decode with; use one that has, such as "
+                "dense.dense()"
+            )
+
+    @final
     def init_cache(
         self,
         params: Any,
@@ -380,6 +394,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
           capacity: the number of positions for which the cache has room.
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
+        self.check_decodes()
         call = self._call(causal=True, lengths=lengths, length=capacity, **call)
         return self._run(self._init_cache, call, params, q, k, v, plan)
 
@@ -538,10 +553,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         raise NotImplementedError(f"{self.name} has no _apply_from")
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
-        raise Unsupported(
-            f"op is {self}: it cannot decode, use an op whose decoding is not 'no', such as "
-            "lsh.lsh()"
-        )
+        raise NotImplementedError(f"{self.name} has no _init_cache")
 
     def _step(self, call: Call, params, q, k, v, cache) -> tuple[Float[Array, "B 1 N V"], Any]:
         raise NotImplementedError(f"{self.name} has no _step")
