@@ -81,7 +81,7 @@ class Layer(_Base):
         return (*super()._settable_attrs(), *getattr(self, "__dataclass_fields__", ()))
 
     def without_output_bias(self, params) -> tuple[Any, Array | None]:
-        """The weights by which the output has no bias, and the bias, for a norm that adds it.
+        """The weights without the output's bias, and the bias, which the next norm adds instead.
 
         It is None where no norm may add it, as by default.
         """

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Unsupported
-from reformax.ops.calls.arguments import check_part, check_read
+from reformax.ops.calls.arguments import check_read, check_state
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import check_impl
@@ -358,7 +358,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
           Unsupported: the algorithm carries no state.
           NotImplementedError: its kernel cannot compute the call.
         """
-        check_part(self, "state", state, segment_ids, q, v)
+        check_state(self, "state", state, segment_ids, q, v)
         given = dict(segment_ids=segment_ids, shard=shard, extra_projections=extra_projections)
         call = self._call(causal=True, **given)
         return self._run(self._attend_from, call, params, q, k, v, state)
@@ -501,7 +501,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Raises:
           Unsupported: the call has what the algorithm does not read.
         """
-        q = self._scaled(call, params, q, k)
+        q = self._scaled_by_length(call, params, q, k)
         check_read(self, call)
         arrays = call, params, q, k, v, *others
         call, params, q, k, v, *others = devices.varying_as(arrays, arrays)

@@ -115,7 +115,7 @@ class longformer(AttentionOp):
             return out
         if call.extra_projections:
             q, k, v = (call.extra_projections[f"global_{name}"] for name in "qkv")
-            q = self._scaled(call, params, q, k)
+            q = self._scaled_by_length(call, params, q, k)
         rows = band.rows_of_global_tokens(call, rows_at(q, plan), k, v, plan).astype(out.dtype)
         return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 

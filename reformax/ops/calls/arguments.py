@@ -297,11 +297,11 @@ def checked_state(op, state, causal, mask, segment_ids, q, v) -> Any:
         given = "mask is given" if causal else "causal=False"
         raise Unsupported(f"{given}, but a state is of causal calls: use causal=True and no mask")
     state = first if state is None else state
-    check_part(op, "initial_state", state, segment_ids, q, v)
+    check_state(op, "initial_state", state, segment_ids, q, v)
     return state
 
 
-def check_part(op, name: str, state, segment_ids, q, v) -> None:
+def check_state(op, name: str, state, segment_ids, q, v) -> None:
     """Raises `ValueError` for a state of other sizes, and for known ids of a broken segment.
 
     `name` is that of the state's argument.

@@ -108,7 +108,7 @@ def kept_mass(
     at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
     seen = weight_rows(lambda v: op.apply(params, q, k, v, plan=plan, **call), v, at) > 0
     made = op._call(**call)
-    q = op._scaled(made, params, q, k)
+    q = op._scaled_by_length(made, params, q, k)
     each = (repeat_to_values(x, v) for x in (q, op.keys_of(q, k)))
     return _shares(made, *each, seen, at, exclude_self=op.shared_qk)
 

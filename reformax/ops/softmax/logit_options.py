@@ -57,7 +57,7 @@ class LogitOptions(Options):
     def _init_length_factor(self, dims: Dims) -> dict[str, Float[Array, " N"]]:
         return {"length_factor": jnp.full(dims.qk_heads, self.scale_by_length, jnp.float32)}
 
-    def _scaled(self, call: Call, params, q, k) -> Float[Array, "B T N H"]:
+    def _scaled_by_length(self, call: Call, params, q, k) -> Float[Array, "B T N H"]:
         """The queries times `scale_by_length ln n`, for n keys that they see."""
         if self.scale_by_length is None:
             return q
