@@ -29,6 +29,9 @@ from reformax.ops.numerics.rotary import (
     rotary,
 )
 
+# What flax calls the projections.
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
 
@@ -94,15 +97,7 @@ def sizes_of(
 
 def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, Projection]:
     """The projections, by the names of their weights."""
-    n, g = sizes.qk_heads, sizes.key_heads
-    found = {
-        "query": Projection(n, sizes.d_qk, rotated=True),
-        "key": Projection(min(n, g), sizes.d_qk, rotated=True),
-        "value": Projection(g, sizes.d_v),
-    }
-    if op.shared_qk:
-        del found["key"]
-    return found | op.extra_projections(sizes)
+    return {_NAMES.get(name, name): to for name, to in op.projections(sizes).items()}
 
 
 def shapes_of_weights(op: AttentionOp, sizes: Dims) -> Any:
@@ -134,7 +129,7 @@ def _heads_of(
             name: rotary(x, positions, angles=angles) if projections[name].rotated else x
             for name, x in projected.items()
         }
-    names = "query", "key", "value"
+    names = _NAMES.values()
     extra_projections = {name: x for name, x in projected.items() if name not in names}
     q, k, v = (projected.get(name) for name in names)
     return Heads(q, k, v, extra_projections or None)

@@ -198,21 +198,11 @@ class MultiHead(Layer):
 
     def projections(self) -> dict[str, Projection]:
         """The projections of the input, by the names that their weights have after `w_`."""
-        n, h, v = self.n_heads, self.d_qk, self.d_v
-        n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
-        both = {
-            "q": Projection(n_qk or n, h, rotated=True),
-            "k": Projection(n_qk or n_kv, h, rotated=True),
-        }
-        if self.op.shared_qk:
-            del both["k"]
-        gate = {"headwise": Projection(n, 1), "elementwise": Projection(n, v)}
-        return (
-            both
-            | {"v": Projection(n_kv, v)}
-            | {name: to.of_input for name, to in self._extra_projections().items()}
-            | ({ATTENTION_GATE: gate[self.gate]} if self.gate else {})
-        )
+        found = {name: to.of_input for name, to in self.op.projections(self._dims).items()}
+        if self.gate:
+            size = {"headwise": 1, "elementwise": self.d_v}[self.gate]
+            found[ATTENTION_GATE] = Projection(self.n_heads, size)
+        return found
 
     def _extra_projections(self) -> dict[str, Projection]:
         """The extra projections that the algorithm reads."""

@@ -239,29 +239,33 @@ class Model(Layer, TaskModel):
         check_settings_read(vars(design), " or ".join(self._attention_types), ops)
         cycle = [design.of_op(op) for op in cycle]
         places = norm_places(design.norm_place, len(cycle))
-        if cross:
-            cross = design.of_op(cross)
+        cross = None if cross is None else design.of_op(cross)
         return [
             TransformerBlock(
-                Attention(
-                    op,
-                    **self._attention_options(op, place),
-                    causal=causal,
-                    key_conv=read_by(op, "key_conv", design.key_conv),
-                    use_rotary=rotates,
-                    rotary=design.rotary_of(op) if rotates else RotaryAngles(),
-                    rotary_grid=self.pos_axial_shape if rotates else (),
-                    position_bias=read_by(op, "pos_type", self._position_bias),
-                    next_value=causal and bool(read_by(op, "next_value", self.next_value)),
-                ),
+                self._self_attention(op, place, causal, rotates),
                 self._feed_forward(place),
-                cross
-                and CrossAttention(
-                    cross, **self._attention_options(cross, place) | {"n_qk_heads": None}
-                ),
+                None if cross is None else self._cross_attention(cross, place),
             )
             for op, rotates, place in zip(cycle, rotating, places, strict=True)
         ]
+
+    def _self_attention(
+        self, op: AttentionOp, norm_place: NormPlace, causal: bool, rotates: bool
+    ) -> Attention:
+        return Attention(
+            op,
+            **self._attention_options(op, norm_place),
+            causal=causal,
+            key_conv=read_by(op, "key_conv", self.design.key_conv),
+            use_rotary=rotates,
+            rotary=self.design.rotary_of(op) if rotates else RotaryAngles(),
+            rotary_grid=self.pos_axial_shape if rotates else (),
+            position_bias=read_by(op, "pos_type", self._position_bias),
+            next_value=causal and bool(read_by(op, "next_value", self.next_value)),
+        )
+
+    def _cross_attention(self, op: AttentionOp, norm_place: NormPlace) -> CrossAttention:
+        return CrossAttention(op, **self._attention_options(op, norm_place) | {"n_qk_heads": None})
 
     def _check_cycle(
         self, argument: str, cycle: Sequence[AttentionOp], rotating: Sequence[bool], causal: bool
