@@ -306,14 +306,10 @@ class MultiHead(Layer):
                 normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
                 heads = heads | {name: normed.astype(heads[name].dtype)}
         if self.scale is not None and "q" in heads:
-            q = heads["q"].astype(accum_dtype(heads["q"].dtype)) * self._query_factor
+            q = heads["q"].astype(accum_dtype(heads["q"].dtype))
+            q = q * (self.scale * math.sqrt(self.d_qk))  # the algorithm divides by sqrt(H)
             heads = heads | {"q": q.astype(heads["q"].dtype)}
         return heads
-
-    @property
-    def _query_factor(self) -> float:
-        """The factor of queries by which logits, which the algorithm scales too, have `scale`."""
-        return self.scale * math.sqrt(self.d_qk)
 
     def without_output_bias(self, params) -> tuple[dict[str, Any], Float[Array, " D"] | None]:
         """`Layer.without_output_bias`: `b_o`, unless a norm or dropout follows it."""

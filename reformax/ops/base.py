@@ -449,7 +449,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         lengths: Int[Array, " B"],
         **call: Any,
     ) -> tuple[Float[Array, "B T N V"], Any, Any]:
-        """Attention of several more positions of each row: what their steps compute.
+        """Chunked prefill: attention of several more positions of each row, as by their steps.
 
         Args:
           params, q, k, v: as in `apply`, padded on the right.

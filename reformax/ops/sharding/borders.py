@@ -1,4 +1,4 @@
-"""Local attention in one sequence over several devices.
+"""Local attention in one sequence over several devices, by halo exchange.
 
 Each device of an axis holds a shard of the sequence. A position that sees no further than a `Reach`
 needs only the borders of the other shards. `ppermute` sends them from the devices that hold them,
