@@ -71,7 +71,7 @@ def is_causal(op: AttentionOp) -> str:
 
 
 def context(op: AttentionOp) -> str:
-    """How devices share a sequence, see reformax/layers/context.py."""
+    """How devices share a sequence, see reformax/layers/context_parallel.py."""
     if op.reach(True) is not None:
         return "borders"
     names = {"heads": "heads", "key heads": "heads", "sequence": "ring", "queries": "keys"}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, Dims, ExtraProjection, op
+from reformax.ops.base import AttentionOp, Dims, Projection, op
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -34,8 +34,8 @@ class fading(AttentionOp):
     def _init(self, rng, dims: Dims) -> dict[str, Array]:
         return {"rate": jax.random.normal(rng, (dims.n_heads,))}
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
-        return {"gate": ExtraProjection(dims.n_heads, 1)}
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
+        return {"gate": Projection(dims.n_heads, 1)}
 
     def _apply(self, call, params, q, k, v, plan):
         ids = jnp.ones(q.shape[:2], jnp.int32) if call.segment_ids is None else call.segment_ids

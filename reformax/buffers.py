@@ -67,7 +67,10 @@ def updated(weight: Buffer, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
 
 
 def in_parts(params: Any, n_parts: int) -> Any:
-    """The tree as parts read it whose changes are summed: buffers become their mean."""
+    """The weights as each of `n_parts` parts of a batch reads them.
+
+    The parts' gradients are summed. A buffer's are divided, so that it becomes the parts' mean.
+    """
 
     def part(x):
         if not is_buffer(x):

@@ -54,7 +54,7 @@ def on(mesh: Mesh | None, function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def nowhere() -> contextlib.AbstractContextManager:
+def without_mesh() -> contextlib.AbstractContextManager:
     """A context with no mesh in use, in which constants can be computed while a shard is traced."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
@@ -159,12 +159,12 @@ def row_axes() -> Axes:
     return tuple(axis for axis in ROWS if axis in manual)
 
 
-def first(n: int, axes: Axes) -> Int[Array, ""] | int:
+def first_index(n: int, axes: Axes) -> Int[Array, ""] | int:
     """The index of this device's first item, if each device along `axes` has n."""
     return lax.axis_index(axes) * n if axes else 0
 
 
-def total(x: Array, axes: Axes) -> Array:
+def sum_over(x: Array, axes: Axes) -> Array:
     """The sum of `x` over the devices along `axes`."""
     return lax.psum(x, axes) if axes else x
 

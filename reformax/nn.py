@@ -177,7 +177,7 @@ def _obstacle(op: AttentionOp) -> str | None:
             "asymmetric_lsh, or Attention of reformax.flax or reformax.layers"
         )
     needs = "Attention of reformax.flax or reformax.layers"
-    if op.extra_projections(Dims(1, 1, 1, 1)):
+    if op.reads_projections:
         return f"it reads further projections of a layer's input, which {needs} makes"
     if has_weights(op):
         return f"it has weights of its own, which {needs} keeps"

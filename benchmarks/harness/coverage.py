@@ -1,7 +1,7 @@
 """The share of a trained model's attention weight that falls on the keys that an op would show.
 
 An op is asked for nothing but its plan and its arithmetic: rows of its attention are read off its
-gradient, as `AttentionOp.kept_mass` does. Queries and keys of zeros make all logits equal: what is
+gradient, as `softmax.kept_mass` does. Queries and keys of zeros make all logits equal: what is
 above 0 is then seen, however small its weight would be. So any op can be asked whose attention is a
 softmax over the keys that its plan shows.
 """

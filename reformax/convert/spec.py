@@ -14,6 +14,7 @@ from reformax import ops
 from reformax.cli import parsed
 from reformax.declared import shown
 from reformax.models import designs, encoder, lm
+from reformax.models.designs import SHORTHANDS
 from reformax.ops import AttentionOp, dense, flash, gated_delta, local, lsh, shared_qk
 from reformax.training import loop
 
@@ -40,10 +41,6 @@ REPLACEMENTS = (
     *("asymmetric_lsh", "dsa", "hash_sparse", "memory_efficient", "moba", "sinks", "smyrf"),
 )
 OPS |= {name: getattr(getattr(ops, name), name) for name in REPLACEMENTS}
-
-# Choices of a design that models also have as arguments of their own.
-SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")
-
 
 # (whether it holds, what the model has, what is expected): raises where a format has no such model
 Require = Callable[[bool, str, str], None]

@@ -19,7 +19,7 @@ from reformax.declared import Called, Rate, SettingError, Size, Unsupported, che
 from reformax.flax import nan_unless_mask, seen
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.rotary import (
@@ -28,6 +28,9 @@ from reformax.ops.numerics.rotary import (
     checked_positions,
     rotary,
 )
+
+# What flax calls the projections.
+_NAMES = {"q": "query", "k": "key", "v": "value"}
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
@@ -92,17 +95,9 @@ def sizes_of(
     return Dims(num_heads, size, size, length, num_kv_heads, num_qk_heads)
 
 
-def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, ExtraProjection]:
+def projections_of(op: AttentionOp, sizes: Dims) -> dict[str, Projection]:
     """The projections, by the names of their weights."""
-    n, g = sizes.qk_heads, sizes.key_heads
-    found = {
-        "query": ExtraProjection(n, sizes.d_qk, rotated=True),
-        "key": ExtraProjection(min(n, g), sizes.d_qk, rotated=True),
-        "value": ExtraProjection(g, sizes.d_v),
-    }
-    if op.shared_qk:
-        del found["key"]
-    return found | op.extra_projections(sizes)
+    return {_NAMES.get(name, name): to for name, to in op.projections(sizes).items()}
 
 
 def shapes_of_weights(op: AttentionOp, sizes: Dims) -> Any:
@@ -124,7 +119,7 @@ def shapes_of_weights(op: AttentionOp, sizes: Dims) -> Any:
 def _heads_of(
     module: Any,
     projected: dict[str, Array],
-    projections: dict[str, ExtraProjection],
+    projections: dict[str, Projection],
     positions: Int[Array, "#B T"],
 ) -> Heads:
     """The projections by what the algorithm calls them, rotated by positions with `use_rotary`."""
@@ -134,7 +129,7 @@ def _heads_of(
             name: rotary(x, positions, angles=angles) if projections[name].rotated else x
             for name, x in projected.items()
         }
-    names = "query", "key", "value"
+    names = _NAMES.values()
     extra_projections = {name: x for name, x in projected.items() if name not in names}
     q, k, v = (projected.get(name) for name in names)
     return Heads(q, k, v, extra_projections or None)
@@ -177,7 +172,7 @@ def attend(
     module: Any,
     params: Any,
     projected: dict[str, Array],
-    projections: dict[str, ExtraProjection],
+    projections: dict[str, Projection],
     *,
     mask: ArrayLike | None,
     segment_ids: SegmentIds | None,
@@ -224,7 +219,7 @@ def decode(
     module: Any,
     params: Any,
     projected: dict[str, Array],
-    projections: dict[str, ExtraProjection],
+    projections: dict[str, Projection],
     cache: DecodingCache | None,
     lengths: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "B T N V"], DecodingCache]:
@@ -268,13 +263,12 @@ def decode(
     # Padding is in the future of every token: only a plan has to know of it.
     is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
     call, key = dict(extra_projections=extra_projections), module.draw(0.0)
-    masks = dict(causal=True, rng=key)
-    planned = op.of_value_heads(q, k, v)
-    plan = op.plan(params, *planned, segment_ids=is_token, length=capacity, train=False, **masks)
-    out = op.apply(params, q, k, v, plan=plan, segment_ids=None, **masks, **call)
+    arrays, masks = (params, q, k, v), dict(causal=True, rng=key)
+    plan = op.plan(*arrays, segment_ids=is_token, length=capacity, train=False, **masks)
+    out = op.apply(*arrays, plan=plan, segment_ids=None, **masks, **call)
     out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)
     call |= dict(plan=plan, lengths=lengths, capacity=capacity, rng=key)
-    return out, DecodingCache(op.init_cache(params, q, k, v, **call), lengths)
+    return out, DecodingCache(op.init_cache(*arrays, **call), lengths)
 
 
 def _read_on(
@@ -321,10 +315,7 @@ def _checked_lengths(lengths: Any, n_rows: int, n_tokens: int) -> Int[Array, " B
 def check_decodes(op: AttentionOp, causal: bool, max_decode_length: int) -> None:
     """Raises an error for a module that cannot decode."""
     check("max_decode_length", max_decode_length, Size)
-    if op.decoding == "no":
-        raise Unsupported(
-            f"op is {op}: it has no step to decode with; use one that has, such as dense.dense()"
-        )
+    op.check_decodes()
     if not causal:
         raise SettingError(
             f"causal is False and max_decode_length {max_decode_length}: decoding needs causal=True"

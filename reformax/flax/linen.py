@@ -20,7 +20,7 @@ from reformax.flax.heads import (
     source_of,
 )
 from reformax.ops.base import AttentionOp, Dims
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.masking.masks import SegmentIds
 
 
@@ -145,7 +145,7 @@ class Attention(nn.Module):
 
 
 def _projected(
-    x: Float[Array, "B T D"], name: str, to: ExtraProjection, options: dict[str, Any]
+    x: Float[Array, "B T D"], name: str, to: Projection, options: dict[str, Any]
 ) -> Float[Array, "B T N H"]:
     """A projection of `x`, of a low rank by two matrices."""
     first = to.of_input

@@ -21,7 +21,7 @@ from reformax.flax.heads import (
     source_of,
 )
 from reformax.ops.base import AttentionOp, Dims
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.masking.masks import SegmentIds
 
 
@@ -206,7 +206,7 @@ class Attention(nnx.Module):
         return self.rngs()
 
 
-def _projection(n_features: int, to: ExtraProjection, options: dict[str, Any]) -> nnx.Module:
+def _projection(n_features: int, to: Projection, options: dict[str, Any]) -> nnx.Module:
     """The layer of a projection, of a low rank by two matrices."""
     first = to.of_input.n_heads, to.of_input.size
     layer = nnx.LinearGeneral(n_features, first, **options)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Size, Unsupported
-from reformax.layers import context, remat
+from reformax.layers import context_parallel, remat
 from reformax.layers.attention_decoding import AttentionDecoding, value_factors
 from reformax.layers.matrices import Unnormed
 from reformax.layers.multi_head import ATTENTION_GATE, QKV, ConvSize
@@ -152,8 +152,8 @@ class Attention(AttentionDecoding, PlannedAttention):
         of rotated ones. Only `key_conv` reads the segments.
         """
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
-        qkv = self._with_next_value(params, self._rotate(params, heads, positions))
-        arranged = context.arrange(self.op, qkv.of_op, self.position_bias is not None)
+        qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
+        arranged = context_parallel.arrange(self.op, qkv.of_op, self.position_bias is not None)
         return arranged._replace(gate=qkv.gate)
 
     def _convolved(self, params, heads: dict[str, Array], segment_ids=None) -> dict[str, Array]:
@@ -187,7 +187,7 @@ class Attention(AttentionDecoding, PlannedAttention):
         project = self._project_merged if is_merged else self._project_heads
         return project(params, x, self.projections())
 
-    def _rotate(self, params, heads: dict[str, Array], position=None) -> QKV:
+    def _to_qkv(self, params, heads: dict[str, Array], position=None) -> QKV:
         """The projections as the algorithm reads them: normalised, and rotated by their positions.
 
         Extra projections of low rank are multiplied with their second matrix.
@@ -263,7 +263,7 @@ class Attention(AttentionDecoding, PlannedAttention):
         tokens = tokens_of(mask)
         check_floats("x", x, "batch", "length", "features")
         check_mask("mask", mask, "x", x)
-        qkv = self._rotate(params, self._project_all(params, x), tokens.positions)
+        qkv = self._to_qkv(params, self._project_all(params, x), tokens.positions)
         out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
         return self.combine(params, out, qkv.gate, rng), state
 

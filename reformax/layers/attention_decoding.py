@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Unsupported
-from reformax.layers import context
+from reformax.layers import context_parallel
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import PLAN, QKV, fold_in, gated
+from reformax.layers.multi_head import PLAN, QKV, gated
 from reformax.layers.planned_attention import read_by_op
+from reformax.layers.rngs import fold_in
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.recurrence import short_convolution
 
@@ -75,7 +75,7 @@ class AttentionDecoding:
         index, positions = jnp.arange(x.shape[1])[None], None
         if self.rotary.scaling == "longrope":  # padding makes no row a long one
             positions = jnp.minimum(index, lengths[:, None] - 1)
-        unshifted = self._rotate(params, self._convolved(params, heads), positions)
+        unshifted = self._to_qkv(params, self._convolved(params, heads), positions)
         qkv = self._with_next_value(params, unshifted)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = index < lengths[:, None]
@@ -86,7 +86,7 @@ class AttentionDecoding:
             return self._init_cache(params, qkv, plan, lengths, capacity, rng)
 
         weights = params["op"], fold_in(rng, PLAN)
-        of_op = context.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
+        of_op = context_parallel.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
         last_keys = last_value = None
         if self.key_conv:
             last_keys = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
@@ -104,11 +104,7 @@ class AttentionDecoding:
 
     def _check_decodes(self) -> None:
         """Raises `Unsupported` or `ValueError` for a layer that cannot decode."""
-        if self.op.decoding == "no":
-            raise Unsupported(
-                f"op is {self.op}: it has no step to decode with; use one that has, such as "
-                "dense.dense()"
-            )
+        self.op.check_decodes()
         if not self.causal or self.mode != "eval":
             raise ValueError(
                 f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "
@@ -129,22 +125,21 @@ class AttentionDecoding:
         self._check_decodes()
         x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
         heads = self._project_all(params, x)
-        qkv = jax.tree.map(jnp.zeros_like, self._rotate(params, heads).of_op)
+        qkv = jax.tree.map(jnp.zeros_like, self._to_qkv(params, heads).of_op)
         if self.op.divides_cache:  # each device has as many positions
             capacity += -capacity % devices.n_sequence_shards()
 
         no_tokens, rng, plan = jnp.zeros(batch, jnp.int32), fold_in(rng, PLAN), None
         if not self.op.reuses:
-            both = self.op.of_value_heads(*qkv.arrays)
             masks = dict(segment_ids=no_tokens[:, None], causal=True, train=False)
-            plan = self.op.plan(params["op"], *both, rng=rng, length=capacity, **masks)
+            plan = self.op.plan(params["op"], *qkv.arrays, rng=rng, length=capacity, **masks)
         of_op = self._init_cache(params["op"], qkv, plan, no_tokens, capacity, rng)
         last_keys = None
         if self.key_conv:
             shape = batch, self.key_conv - 1, *heads[self._keys].shape[2:]
             last_keys = jnp.zeros(shape, dtype)
         last_value = qkv.v if self.next_value else None
-        return AttentionCache(context.placed_cache(self.op, of_op), last_keys, last_value)
+        return AttentionCache(context_parallel.placed_cache(self.op, of_op), last_keys, last_value)
 
     def read_on(
         self,
@@ -181,7 +176,7 @@ class AttentionDecoding:
             last_keys = short_convolution.last_of(joined, self.key_conv, n_last)
             heads = heads | {self._keys: keys}
         at = position[:, None] + jnp.minimum(index, lengths[:, None] - 1)
-        unshifted = self._rotate(params, heads, at)
+        unshifted = self._to_qkv(params, heads, at)
         qkv = self._with_next_value(params, unshifted)
         if self.next_value:
             current, following = value_factors(params, qkv.v.dtype)
@@ -202,7 +197,7 @@ class AttentionDecoding:
 
         rows = qkv.of_op, value, lengths, position, chosen
         given = self.op, rows, cache.op, read_by_op(params)
-        out, of_op, choices = context.from_cache(read, *given)
+        out, of_op, choices = context_parallel.from_cache(read, *given)
         cache = AttentionCache(of_op, last_keys, last_value)
         return self.combine(params, out, qkv.gate), cache, choices
 
@@ -241,7 +236,7 @@ class AttentionDecoding:
             of_keys = heads[self._keys], cache.last_keys, params["key_conv"]
             key, last_keys = short_convolution.of_next_key(*of_keys)
             heads = heads | {self._keys: key}
-        qkv = self._rotate(params, heads, position[:, None])
+        qkv = self._to_qkv(params, heads, position[:, None])
         if self.next_value:
             # So far the newest key's value was without the next one.
             current, following = value_factors(params, qkv.v.dtype)
@@ -258,7 +253,9 @@ class AttentionDecoding:
             return *self.op.step(params["op"], *qkv.arrays, cache, **options), ()
 
         rows = qkv.of_op, value, position, origins if self._beams_share_caches else None, chosen
-        out, of_op, _ = context.from_cache(step, self.op, rows, cache.op, read_by_op(params))
+        out, of_op, _ = context_parallel.from_cache(
+            step, self.op, rows, cache.op, read_by_op(params)
+        )
         cache = AttentionCache(of_op, last_keys, last_value)
         return self._output(params, gated(out, qkv.gate), added), cache
 

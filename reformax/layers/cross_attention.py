@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
-from reformax.layers import context, remat
+from reformax.layers import context_parallel, remat
 from reformax.layers.matrices import Unnormed, affine
 from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
 from reformax.layers.planned_attention import PlannedAttention
-from reformax.ops.base import Dims
 from reformax.ops.calls.arguments import check_mask
 from reformax.ops.masking.masks import paired_segment_ids
 from reformax.ops.numerics.arrays import check_floats
@@ -45,7 +44,7 @@ class CrossAttention(PlannedAttention):
                 f"n_qk_heads is {self.n_qk_heads}: cross-attention has as many heads of values, "
                 "leave it out"
             )
-        if self.op.extra_projections(Dims(1, 1, 1, 1)):
+        if self.op.reads_projections:
             raise Unsupported(
                 f"op is {self.op}: it reads further projections, which a memory has none of; use "
                 "dense.dense()"
@@ -64,7 +63,7 @@ class CrossAttention(PlannedAttention):
         of_memory = self._project_heads(params, memory.astype(x.dtype), "kv")
         heads = self._normed(params, heads | of_memory)
         gate = heads.pop(ATTENTION_GATE, None)
-        return context.arrange(self.op, QKV(**heads))._replace(gate=gate)
+        return context_parallel.arrange(self.op, QKV(**heads))._replace(gate=gate)
 
     @property
     def _of_queries(self) -> list[str]:

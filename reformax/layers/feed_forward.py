@@ -19,6 +19,7 @@ from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, products, transposed_on_gpu
+from reformax.layers.rngs import split
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, check_impl, choose_impl
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.precision import accum_dtype
@@ -223,7 +224,7 @@ class FeedForward(Layer):
     ) -> Float[Array, "B C D"]:
         """The layer at the positions `start` to `start + C` of a sequence."""
         self._check(params, x)
-        hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
+        hidden_rng, output_rng = split(rng, 2)
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; float32 between them is never stored.
         chosen = "xla" if self.gated else self._implementation(x)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from reformax.declared import (
     Bounds,
@@ -28,7 +28,8 @@ from reformax.layers.base import Layer, check_shape, check_weights
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.layer_norm import NORMS, NormName
 from reformax.layers.matrices import FOR_DECODING, Unnormed, affine, products, transposed_on_gpu
-from reformax.ops.base import AttentionOp, Dims, ExtraProjection
+from reformax.layers.rngs import fold_in
+from reformax.ops.base import AttentionOp, Dims, Projection
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.normalization import length_normalize
@@ -195,25 +196,15 @@ class MultiHead(Layer):
     def drops(self) -> bool:
         return self._weights_rate > 0.0 or self._output_rate > 0.0
 
-    def projections(self) -> dict[str, ExtraProjection]:
+    def projections(self) -> dict[str, Projection]:
         """The projections of the input, by the names that their weights have after `w_`."""
-        n, h, v = self.n_heads, self.d_qk, self.d_v
-        n_kv, n_qk = self.n_kv_heads or n, self.n_qk_heads
-        both = {
-            "q": ExtraProjection(n_qk or n, h, rotated=True),
-            "k": ExtraProjection(n_qk or n_kv, h, rotated=True),
-        }
-        if self.op.shared_qk:
-            del both["k"]
-        gate = {"headwise": ExtraProjection(n, 1), "elementwise": ExtraProjection(n, v)}
-        return (
-            both
-            | {"v": ExtraProjection(n_kv, v)}
-            | {name: to.of_input for name, to in self._extra_projections().items()}
-            | ({ATTENTION_GATE: gate[self.gate]} if self.gate else {})
-        )
+        found = {name: to.of_input for name, to in self.op.projections(self._dims).items()}
+        if self.gate:
+            size = {"headwise": 1, "elementwise": self.d_v}[self.gate]
+            found[ATTENTION_GATE] = Projection(self.n_heads, size)
+        return found
 
-    def _extra_projections(self) -> dict[str, ExtraProjection]:
+    def _extra_projections(self) -> dict[str, Projection]:
         """The extra projections that the algorithm reads."""
         return self.op.extra_projections(self._dims)
 
@@ -315,14 +306,10 @@ class MultiHead(Layer):
                 normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
                 heads = heads | {name: normed.astype(heads[name].dtype)}
         if self.scale is not None and "q" in heads:
-            q = heads["q"].astype(accum_dtype(heads["q"].dtype)) * self._query_factor
+            q = heads["q"].astype(accum_dtype(heads["q"].dtype))
+            q = q * (self.scale * math.sqrt(self.d_qk))  # the algorithm divides by sqrt(H)
             heads = heads | {"q": q.astype(heads["q"].dtype)}
         return heads
-
-    @property
-    def _query_factor(self) -> float:
-        """The factor of queries by which logits, which the algorithm scales too, have `scale`."""
-        return self.scale * math.sqrt(self.d_qk)
 
     def without_output_bias(self, params) -> tuple[dict[str, Any], Float[Array, " D"] | None]:
         """`Layer.without_output_bias`: `b_o`, unless a norm or dropout follows it."""
@@ -386,8 +373,3 @@ def gated(heads: Float[Array, "B T N V"], gate: Array | None) -> Float[Array, "B
         return heads
     dtype = accum_dtype(heads.dtype)
     return (heads.astype(dtype) * jax.nn.sigmoid(gate.astype(dtype))).astype(heads.dtype)
-
-
-def fold_in(rng: PRNGKeyArray | None, number: int) -> PRNGKeyArray | None:
-    """The rng of a layer's part; None where the layer has none."""
-    return None if rng is None else jax.random.fold_in(rng, number)

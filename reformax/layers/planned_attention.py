@@ -10,17 +10,18 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax import devices
 from reformax.buffers import updated
-from reformax.layers import context, remat
-from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead, fold_in
+from reformax.layers import context_parallel, remat
+from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead
+from reformax.layers.rngs import fold_in
 from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.masking.masks import (
     SegmentIds,
     Tokens,
-    int32_ids,
+    int32_or_bool_ids,
     row_lengths,
-    says_one_segment,
     tokens_of,
 )
+from reformax.ops.softmax.kept_mass import kept_mass
 
 KEPT_MASS = "kept_mass"  # a weight that is there where the layer's kept mass is measured
 
@@ -65,25 +66,23 @@ class PlannedAttention(MultiHead):
             global_tokens=global_tokens,
         )
 
-        one_segment = says_one_segment(tokens.segment_ids)
-
         def plan(qkv, tokens, params, rng, shard=None):
             segment_ids, global_tokens = tokens
             return self.op.plan(
                 params,
-                *self.op.of_value_heads(*qkv.arrays),
+                *qkv.arrays,
                 segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,
                 shard=shard,
-                one_segment=one_segment,
                 train=self.mode == "train",
                 length=length,
                 global_tokens=global_tokens,
             )
 
-        arrays = (int32_ids(tokens.segment_ids), global_tokens), params["op"], fold_in(rng, PLAN)
-        return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
+        masks = int32_or_bool_ids(tokens.segment_ids), global_tokens
+        arrays = qkv, masks, params["op"], fold_in(rng, PLAN)
+        return context_parallel.plan(plan, self.op, self.n_heads, *arrays)
 
     def attend(
         self,
@@ -95,10 +94,10 @@ class PlannedAttention(MultiHead):
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection; `run` calls the algorithm."""
-        heads = self.heads(params, qkv, plan, segment_ids, rng, run)
+        heads = self.attend_heads(params, qkv, plan, segment_ids, rng, run)
         return self.combine(params, heads, qkv.gate, rng)
 
-    def heads(
+    def attend_heads(
         self,
         params,
         qkv: QKV,
@@ -112,19 +111,19 @@ class PlannedAttention(MultiHead):
         out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
         if KEPT_MASS not in params or run is remat.stored:
             return out
-        kept_mass = self._kept_mass(read, qkv.of_op, plan, segment_ids)
-        return out + (0 * updated(params[KEPT_MASS], kept_mass)).astype(out.dtype)
+        measured = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        return out + (0 * updated(params[KEPT_MASS], measured)).astype(out.dtype)
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
         options = dict(dropout=self._weights_rate)
         return self._on_devices(self.op.apply, params, qkv, plan, segment_ids, rng, **options)
 
     def _kept_mass(self, params, qkv: QKV, plan, segment_ids) -> Float[Array, ""]:
-        """The mean of `AttentionOp.kept_mass` over rows, queries and heads."""
+        """The mean of `softmax.kept_mass` over rows, queries and heads."""
         n_shards = devices.n_sequence_shards()
 
         def measured(*arrays, **call) -> Float[Array, "B C N 2"]:
-            found = self.op.kept_mass(*arrays, **call)  # its queries are split as a sequence is
+            found = kept_mass(self.op, *arrays, **call)  # its queries are split as a sequence is
             return jnp.pad(found, ((0, 0), (0, -found.shape[1] % n_shards), (0, 0), (0, 0)))
 
         found = self._on_devices(measured, params, qkv, plan, segment_ids)
@@ -142,7 +141,6 @@ class PlannedAttention(MultiHead):
                 *qkv.arrays,
                 plan=plan,
                 segment_ids=segment_ids,
-                one_segment=says_one_segment(tokens.segment_ids),
                 causal=self.causal,
                 rng=rng,
                 shard=shard,
@@ -152,9 +150,9 @@ class PlannedAttention(MultiHead):
                 **options,
             )
 
-        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
+        arrays = qkv, plan, int32_or_bool_ids(tokens.segment_ids), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
-        return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
+        return context_parallel.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 
     def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
         """The bias that is added to the logits, if there is one."""

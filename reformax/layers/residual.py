@@ -143,9 +143,9 @@ class ResidualStack(BlockStack):
         added_by_norm = self.post_norm or self._leaves_output
         return sublayer.without_output_bias(params) if added_by_norm else (params, None)
 
-    # Around a sublayer: `streams` are the stream and, if pre-norm, an output that the next norm is
-    # to add to it in one pass, and its bias, or None; or if post-norm, the stream in the dtype that
-    # sublayers read.
+    # `streams` between sublayers. Pre-norm: the stream, and maybe the last output, which the next
+    # norm adds to it in one pass, and that output's bias or None. Post-norm: the stream, and the
+    # same in the dtype that sublayers read.
 
     def _read(
         self, params, name: str, streams: Sequence[Array]

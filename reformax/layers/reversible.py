@@ -274,7 +274,7 @@ class ReversibleStack(BlockStack):
                 sublayer_params = _params_of(block_params, "feed_forward")
                 parts, gradient = coupling.parts_after(streams), coupling.gradient(d_streams)
                 feed_forward = FeedForwardSublayer(self, block.feed_forward, rngs["feed_forward"])
-                parts, d_read, d_block = feed_forward.back(
+                parts, d_read, d_block = feed_forward.backward(
                     sublayer_params, parts, gradient, kept_ff[i]
                 )
                 streams = coupling.streams_before(parts)
@@ -286,7 +286,9 @@ class ReversibleStack(BlockStack):
                     if sublayer.source is not None:
                         plan = kept_attention[sublayer.source]["attention"].plan
                         of_attention = of_attention._replace(plan=plan)
-                    out, vjp = sublayer.again(sublayer_params, coupling.read(parts), of_attention)
+                    out, vjp = sublayer.recompute(
+                        sublayer_params, coupling.read(parts), of_attention
+                    )
                     d_sublayer, d_read, *d_read_memory = vjp((gradient.out, gradient.read))
                     streams = coupling.streams_before(parts.minus(out))
                     d_streams = coupling.gradient_before(gradient, d_read)

@@ -42,11 +42,11 @@ class AttentionSublayer(NamedTuple):
             plan = kept = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
         if self.stack.remat_policy != "attention":
             return separately(self.attend, params, qkv, plan), KeptOfAttention(kept)
-        stored = separately(functools.partial(self.heads, remat.stored), params, qkv, plan)
+        stored = separately(functools.partial(self.attend_heads, remat.stored), params, qkv, plan)
         out = separately(self.combine, params, stored[0], qkv.gate)
         return out, KeptOfAttention(kept, stored)
 
-    def again(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
+    def recompute(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
         """The output by what is kept, and the function that `jax.vjp` gives.
 
         That function also takes the gradient of the input from its other readers, which the norm's
@@ -71,7 +71,7 @@ class AttentionSublayer(NamedTuple):
         qkv = self._project_normed(params, h, memory)
         if kept.stored is None:
             return self.attend(params, qkv, kept.plan), x
-        heads = self.heads(remat.recalled(kept.stored), params, qkv, kept.plan)
+        heads = self.attend_heads(remat.recalled(kept.stored), params, qkv, kept.plan)
         return self.combine(params, heads, qkv.gate), x
 
     def project(self, params, x, *memory) -> QKV:
@@ -86,10 +86,12 @@ class AttentionSublayer(NamedTuple):
         return self.layer.project(params[self.name], h, tokens.positions, tokens.segment_ids)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
-        return self.combine(params, self.heads(remat.direct, params, qkv, plan), qkv.gate)
+        return self.combine(params, self.attend_heads(remat.direct, params, qkv, plan), qkv.gate)
 
-    def heads(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
-        return self.layer.heads(params[self.name], qkv, plan, self.segment_ids, self.rng, run)
+    def attend_heads(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
+        return self.layer.attend_heads(
+            params[self.name], qkv, plan, self.segment_ids, self.rng, run
+        )
 
     def combine(self, params, heads: Array, gate: Array | None) -> Array:
         out = self.layer.combine(params[self.name], heads, gate, self.rng)

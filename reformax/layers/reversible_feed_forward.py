@@ -56,7 +56,7 @@ class FeedForwardSublayer(NamedTuple):
         written, kept = devices.by_positions(of_positions, streams, (params, self.rng))
         return parts._replace(written=written), kept
 
-    def back(
+    def backward(
         self, params, parts: StreamParts, gradient: StreamGradients, kept: Array | None
     ) -> tuple[StreamParts, Array, Any]:
         """`forward` undone: the parts without the layer's output, and two gradients.

@@ -1,6 +1,6 @@
 """Decoding with a stack: prompts or a memory, several more positions of each row, or one.
 
-In a step the products with a sublayer's matrices compute its norm and add to the stream.
+In a step a sublayer's first product also computes its norm, and the last one adds to the stream.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class BlockStack(StackDecoding, Layer):
         """`x` as it is added to a stream."""
         return x.astype(jnp.float32)
 
-    # What is measured of layers whose algorithms choose keys (`AttentionOp.kept_mass`).
+    # What is measured of layers whose algorithms choose keys (`ops.softmax.kept_mass`).
 
     def meters(self) -> dict[str, Buffer]:
         """A meter of kept mass for each block of the cycle that can be measured."""

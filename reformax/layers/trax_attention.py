@@ -25,9 +25,11 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Rate, check
 from reformax.layers.attention import Attention
-from reformax.layers.base import USE_EVAL, Layer, refuse_one_position
+from reformax.layers.base import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.multi_head import QKV
+from reformax.layers.rngs import split
+from reformax.layers.trax_predict import USE_EVAL, refuse_one_position
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.hashing import angular as hashing
@@ -203,7 +205,7 @@ class TraxAttention(Layer):
         """`(output, new state)`, `n_parallel_heads` pairs of an example and a head at a time."""
         x, mask = inputs if self.masked else (inputs, None)
         segment_ids = None if mask is None else (mask != 0).astype(jnp.int32)
-        attend_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
+        attend_rng, output_rng = split(rng, 2)
         n_examples, n_heads = x.shape[0], self.n_heads
         n_parallel = min(self.n_parallel_heads or n_examples * n_heads, n_examples * n_heads)
         examples, heads = max(1, n_parallel // n_heads), min(n_parallel, n_heads)

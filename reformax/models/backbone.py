@@ -15,6 +15,7 @@ from reformax.declared import Depth, SettingError, Size, VocabSize
 from reformax.layers.base import check_shape
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
+from reformax.layers.rngs import split
 from reformax.models.arguments import check_embedding
 from reformax.models.base import AttentionType, Model
 from reformax.ops.masking.masks import Ids, Tokens, tokens_of
@@ -105,7 +106,7 @@ class Backbone(Model):
             is then a pair of features and the states after them.
         """
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
-        rng_e, rng_s, rng_f = _split(rng)
+        rng_e, rng_s, rng_f = split(rng, 3)  # of embeddings, layers and features
         x = devices.looked_up(params["embedding"], inputs)
         if cls is not None:
             before = jnp.broadcast_to(cls.astype(x.dtype), (len(x), 1, x.shape[2]))
@@ -126,7 +127,7 @@ class Backbone(Model):
 
     def _rng_of_layers(self, rng):
         """The rng of the layers in `encode`, for decoding with the hashes of a whole row."""
-        return _split(rng)[1]
+        return split(rng, 3)[1]
 
     @property
     def kept_mass_layers(self) -> tuple[int, ...]:
@@ -155,8 +156,3 @@ class Backbone(Model):
             x = x * self.design.embedding_scale
         x = self._add_positions(params, x, position)
         return self._embedding_norm.apply(params["embedding_norm"], x) if self.embedding_norm else x
-
-
-def _split(rng) -> Sequence[Any]:
-    """The rngs of the embedding's dropout, of the layers and of the features' dropout."""
-    return (None,) * 3 if rng is None else jax.random.split(rng, 3)

@@ -41,8 +41,7 @@ from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
-from reformax.layers.stacks import Dtype as Width
-from reformax.models.designs import Activation, Design, check_read, weighs_far
+from reformax.models.designs import SHORTHANDS, Activation, Design, check_settings_read, read_by
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
@@ -135,23 +134,22 @@ class Model(Layer, TaskModel):
                 f"amax_history is {self.amax_history} and dtype is {self.dtype!r}, which has no "
                 "scales: set amax_history=0 or dtype='float8'"
             )
-        names = "attention_bias", "ff_activation", "norm_epsilon", "init_std"
-        self.design = self.design.but(**{name: getattr(self, name) for name in names})
+        self.design = self.design.but(**{name: getattr(self, name) for name in SHORTHANDS})
         self._dropout_rate = rate_in(self.mode, self.dropout)
         self._positions = self._added_positions()
 
     @property
-    def width(self) -> Width:
+    def compute_dtype(self) -> str:
         """The dtype of all but FP8 products: bfloat16 where `dtype` is "float8"."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
-    def features_dtype(self) -> Width:
+    def features_dtype(self) -> str:
         """The dtype of the features that logits are computed from: float32 for float16 too.
 
         The gradient of a mean over many targets underflows in float16.
         """
-        return "float32" if self.width == "float16" else self.width
+        return "float32" if self.compute_dtype == "float16" else self.compute_dtype
 
     @property
     def max_length(self) -> int | None:
@@ -213,14 +211,14 @@ class Model(Layer, TaskModel):
     def _stack_options(self) -> dict[str, Any]:
         design = self.design
         return dict(
-            dtype=self.width,
+            dtype=self.compute_dtype,
             norm=design.norm,
             norm_epsilon=design.norm_epsilon,
             norm_place=design.norm_place,
             scan_layers=self.scan_layers,
         )
 
-    def _norm_layer(self, dtype: Width | None = None) -> LayerNorm:
+    def _norm_layer(self, dtype: str | None = None) -> LayerNorm:
         """A norm of the design; None: in the dtype of its input."""
         return NORMS[self.design.norm](self.design.norm_epsilon, dtype)
 
@@ -238,32 +236,36 @@ class Model(Layer, TaskModel):
         rotating = design.rotating(self.pos_type, argument, cycle)
         self._check_cycle(argument, cycle, rotating, causal)
         ops = [op for name in self._attention_types for op in cycle_of(getattr(self, name))]
-        check_read(vars(design), " or ".join(self._attention_types), ops)
+        check_settings_read(vars(design), " or ".join(self._attention_types), ops)
         cycle = [design.of_op(op) for op in cycle]
         places = norm_places(design.norm_place, len(cycle))
-        if cross:
-            cross = design.of_op(cross)
+        cross = None if cross is None else design.of_op(cross)
         return [
             TransformerBlock(
-                Attention(
-                    op,
-                    **self._attention_options(op, place),
-                    causal=causal,
-                    key_conv=design.key_conv if weighs_far(op) else None,
-                    use_rotary=rotates,
-                    rotary=design.rotary_of(op) if rotates else RotaryAngles(),
-                    rotary_grid=self.pos_axial_shape if rotates else (),
-                    position_bias=self._position_bias if op.bias else None,
-                    next_value=self.next_value and causal and op.never_sees_itself,
-                ),
+                self._self_attention(op, place, causal, rotates),
                 self._feed_forward(place),
-                cross
-                and CrossAttention(
-                    cross, **self._attention_options(cross, place) | {"n_qk_heads": None}
-                ),
+                None if cross is None else self._cross_attention(cross, place),
             )
             for op, rotates, place in zip(cycle, rotating, places, strict=True)
         ]
+
+    def _self_attention(
+        self, op: AttentionOp, norm_place: NormPlace, causal: bool, rotates: bool
+    ) -> Attention:
+        return Attention(
+            op,
+            **self._attention_options(op, norm_place),
+            causal=causal,
+            key_conv=read_by(op, "key_conv", self.design.key_conv),
+            use_rotary=rotates,
+            rotary=self.design.rotary_of(op) if rotates else RotaryAngles(),
+            rotary_grid=self.pos_axial_shape if rotates else (),
+            position_bias=read_by(op, "pos_type", self._position_bias),
+            next_value=causal and bool(read_by(op, "next_value", self.next_value)),
+        )
+
+    def _cross_attention(self, op: AttentionOp, norm_place: NormPlace) -> CrossAttention:
+        return CrossAttention(op, **self._attention_options(op, norm_place) | {"n_qk_heads": None})
 
     def _check_cycle(
         self, argument: str, cycle: Sequence[AttentionOp], rotating: Sequence[bool], causal: bool
@@ -273,7 +275,7 @@ class Model(Layer, TaskModel):
             raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
         given = dict(n_kv_heads=self.n_kv_heads, n_qk_heads=self.n_qk_heads)
         given |= dict(pos_type=self._position_bias, next_value=self.next_value and causal)
-        check_read(given, argument, cycle)
+        check_settings_read(given, argument, cycle)
         for name in ("rotary_layers", "rotary_local_base"):
             value = getattr(self.design, name)
             if value and self.pos_type not in ROTARY:
@@ -304,8 +306,8 @@ class Model(Layer, TaskModel):
             n_heads=self.n_heads,
             d_qk=self._head_size(self.d_attention_key),
             d_v=self._head_size(self.d_attention_value),
-            n_kv_heads=None if op.shared_qk else self.n_kv_heads,
-            n_qk_heads=self.n_qk_heads if op.more_value_heads else None,
+            n_kv_heads=read_by(op, "n_kv_heads", self.n_kv_heads),
+            n_qk_heads=read_by(op, "n_qk_heads", self.n_qk_heads),
             bias=design.attention_bias,
             output_bias=design.output_bias,
             attention_dropout=self.attention_dropout,
@@ -314,9 +316,9 @@ class Model(Layer, TaskModel):
             norm=design.norm,
             norm_epsilon=design.norm_epsilon,
             output_norm=norm_place != "input",
-            qk_norm=design.qk_norm if op.dropout else False,
-            scale=design.attention_scale if op.dropout else None,
-            gate=None if op.gated else design.attention_gate,
+            qk_norm=read_by(op, "qk_norm", design.qk_norm) or False,
+            scale=read_by(op, "attention_scale", design.attention_scale),
+            gate=read_by(op, "attention_gate", design.attention_gate),
             float8=self.dtype == "float8",
             amax_history=self.amax_history,
             mode=self.mode,

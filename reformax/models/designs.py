@@ -43,6 +43,8 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
+# Choices of a design that models also have as arguments of their own.
+SHORTHANDS = ("attention_bias", "ff_activation", "norm_epsilon", "init_std")
 
 
 def weighs_far(op: AttentionOp) -> bool:
@@ -53,13 +55,13 @@ def weighs_far(op: AttentionOp) -> bool:
 class Readers(NamedTuple):
     """The algorithms that read a setting."""
 
-    are: Callable[[AttentionOp], bool]
-    do: str  # what an error says that none of a model's does
-    one: str | Callable[[Sequence[AttentionOp]], str]  # how an error asks for one, of a model's
+    reads: Callable[[AttentionOp], bool]
+    trait: str  # of these algorithms, for an error: an op that "projects keys"
+    example: str | Callable[[Sequence[AttentionOp]], str]  # one of them, by those of the model
 
 
 def _one_that_hides_itself(ops: Sequence[AttentionOp]) -> str:
-    """How an error asks for an op that hides a position from itself: a model's own, if one can."""
+    """An example of an op that hides a position from itself: a model's own, if one can."""
     name = "lsh.lsh"
     for op in ops:
         if op.shared_qk and "attend_self_if_alone" in type(op).__dataclass_fields__:
@@ -74,6 +76,11 @@ _RECURRENT = Readers(
 _WEIGHING = Readers(
     lambda op: op.dropout, "makes attention weights", "one that does, such as flash.flash()"
 )
+_WEIGHING_FAR = _WEIGHING._replace(
+    reads=weighs_far, trait="makes attention weights of more than a window"
+)
+# The settings that some algorithms alone read. A layer has the setting if its algorithm reads it
+# (`read_by`). A model is refused if none of its algorithms does (`check_settings_read`).
 READERS = {
     "n_kv_heads": Readers(
         lambda op: not op.shared_qk, "projects keys", "one that does, such as dense.dense()"
@@ -98,15 +105,19 @@ READERS = {
         lambda op: op.local, "is local", "one, such as local.local(window=64)"
     ),
     **dict.fromkeys(("soft_cap", "qk_norm", "attention_scale"), _WEIGHING),
-    **dict.fromkeys(
-        ("scale_by_length", "key_conv"),
-        _WEIGHING._replace(are=weighs_far, do="makes attention weights of more than a window"),
-    ),
+    **dict.fromkeys(("scale_by_length", "learn_scale_by_length", "key_conv"), _WEIGHING_FAR),
     **{f"recurrent_{size}": _RECURRENT for size in ("heads", "qk_heads", "d_key", "d_value")},
 }
 
 
-def check_read(settings: Mapping[str, Any], argument: str, ops: Sequence[AttentionOp]) -> None:
+def read_by(op: AttentionOp, name: str, value: Any) -> Any:
+    """The value of a setting for a layer: None where its algorithm does not read the setting."""
+    return value if READERS[name].reads(op) else None
+
+
+def check_settings_read(
+    settings: Mapping[str, Any], argument: str, ops: Sequence[AttentionOp]
+) -> None:
     """Raises `SettingError` for a setting that none of a model's algorithms reads.
 
     Args:
@@ -116,12 +127,12 @@ def check_read(settings: Mapping[str, Any], argument: str, ops: Sequence[Attenti
     """
     for name, readers in READERS.items():
         value = settings.get(name)
-        if value and not any(map(readers.are, ops)):
+        if value and not any(map(readers.reads, ops)):
             without = f"set {name}=False" if value is True else "leave it out"
-            one = readers.one if isinstance(readers.one, str) else readers.one(ops)
+            example = readers.example if isinstance(readers.example, str) else readers.example(ops)
             raise SettingError(
-                f"{name} is {value!r} and no op of {argument} {readers.do}: {without}, or give "
-                f"{one}"
+                f"{name} is {value!r} and no op of {argument} {readers.trait}: {without}, or give "
+                f"{example}"
             )
 
 
@@ -271,9 +282,10 @@ class Design:
 
     def rotary_of(self, op: AttentionOp) -> RotaryAngles:
         """The angles in a layer of an algorithm."""
-        if self.rotary_local_base is None or not op.local:
+        local_base = read_by(op, "rotary_local_base", self.rotary_local_base)
+        if local_base is None:
             return self.rotary
-        return RotaryAngles(base=self.rotary_local_base, fraction=self.rotary_fraction)
+        return RotaryAngles(base=local_base, fraction=self.rotary_fraction)
 
     @property
     def activation(self) -> Callable[[Array], Array]:
@@ -302,18 +314,14 @@ class Design:
         Raises:
           SettingError: it has another value of one.
         """
-        far = weighs_far(op)
-        options = {
-            "soft_cap": self.soft_cap if op.dropout else None,
-            "scale_by_length": self.scale_by_length if far else None,
-            "learn_scale_by_length": (far and self.learn_scale_by_length) or None,
-        }
         if self.attention_scale is not None and op.scale is not None:
             raise SettingError(
                 f"the design's attention_scale is {self.attention_scale} and the scale of {op} "
                 f"{op.scale}: set one"
             )
-        changes = {name: value for name, value in options.items() if value is not None}
+        names = "soft_cap", "scale_by_length", "learn_scale_by_length"
+        options = {name: read_by(op, name, getattr(self, name)) for name in names}
+        changes = {name: value for name, value in options.items() if value}
         for name, value in changes.items():
             if getattr(op, name) not in (None, False, value):
                 raise SettingError(

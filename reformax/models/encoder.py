@@ -187,8 +187,8 @@ class Classifier(Encoder):
     ) -> Float[Array, "*d C"]:
         """Unnormalised log-probabilities of the classes, in `dtype`."""
         if self.d_classifier is not None:
-            features = jax.nn.relu(linear(params["hidden"], features, self.width))
-        logits = linear(params["logits"], features, self.width, dtype)
+            features = jax.nn.relu(linear(params["hidden"], features, self.compute_dtype))
+        logits = linear(params["logits"], features, self.compute_dtype, dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(self, params, *inputs: Int[Array, "B T"], rng=None) -> Float[Array, "B 1 C"]:
@@ -228,10 +228,10 @@ class MaskedLanguageModel(Encoder):
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"
     ) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
-        x = jax.nn.gelu(linear(params["hidden"], features, self.width), approximate=False)
+        x = jax.nn.gelu(linear(params["hidden"], features, self.compute_dtype), approximate=False)
         x = self._head_norm.apply(params["head_norm"], x)
         bias = params["logits"].get("b")
-        logits = logits_product(x, params["embedding"], self.width, bias, dtype)
+        logits = logits_product(x, params["embedding"], self.compute_dtype, bias, dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:

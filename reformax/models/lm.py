@@ -183,9 +183,9 @@ class LanguageModel(Backbone):
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
         if self.tie_embeddings:
             table = params.get("softmax", params["embedding"])  # the former for decoding
-            logits = logits_product(features, table, self.width, to=dtype)
+            logits = logits_product(features, table, self.compute_dtype, to=dtype)
         else:
-            logits = linear(params["logits"], features, self.width, dtype)
+            logits = linear(params["logits"], features, self.compute_dtype, dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(
@@ -204,9 +204,9 @@ class LanguageModel(Backbone):
         """The weights for `step`: a tree for each repeat of the cycle, cast to their dtypes."""
         params = params | {"stack": self._layers.for_decoding(params["stack"])}
         if self.tie_embeddings:
-            return params | {"softmax": params["embedding"].astype(self.width)}
+            return params | {"softmax": params["embedding"].astype(self.compute_dtype)}
         return params | {
-            "logits": params["logits"] | {"w": params["logits"]["w"].astype(self.width)}
+            "logits": params["logits"] | {"w": params["logits"]["w"].astype(self.compute_dtype)}
         }
 
     def prefill(

@@ -22,6 +22,7 @@ from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
 from reformax.layers.base import check_shape
 from reformax.layers.dropout import dropout
+from reformax.layers.rngs import split
 from reformax.models.arguments import Capacity, check_capacity, check_embedding, check_tokens
 from reformax.models.base import AttentionType, Model, PosType, Residual, Reversible
 from reformax.models.designs import Design
@@ -162,7 +163,7 @@ class EncoderDecoder(Model):
         check_embedding(params, name, self.input_vocab_size, self.d_model)
         read = segmented(source, source_segment_ids)
         position, table = segment_positions(read.segment_ids), params[name]
-        embed_rng, stack_rng = _split(rng)
+        embed_rng, stack_rng = split(rng, 2)
         x = self._embed(params["encoder"], table, source, position, embed_rng)
         return self._run("encoder", params, x, read, rng=stack_rng)
 
@@ -187,11 +188,11 @@ class EncoderDecoder(Model):
                 f"target has {len(target)} rows and source {len(source)}: expected as many"
             )
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
-        encoder_rng, decoder_rng = _split(rng)
+        encoder_rng, decoder_rng = split(rng, 2)
         memory = self.encode(params, source, source_segment_ids, encoder_rng)
         of_source = segmented(source, source_segment_ids).segment_ids
         read = segmented(target, target_segment_ids)
-        embed_rng, stack_rng = _split(decoder_rng)
+        embed_rng, stack_rng = split(decoder_rng, 2)
         x = self._embed(
             params["decoder"],
             params["embedding"],
@@ -206,7 +207,7 @@ class EncoderDecoder(Model):
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"
     ) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
-        logits = logits_product(features, params["embedding"], self.width, to=dtype)
+        logits = logits_product(features, params["embedding"], self.compute_dtype, to=dtype)
         return capped(logits, self.design.logits_soft_cap)
 
     def apply(
@@ -251,7 +252,7 @@ class EncoderDecoder(Model):
         return {
             "decoder": params["decoder"] | {"stack": stack},
             "embedding": params["embedding"],
-            "softmax": params["embedding"].astype(self.width).T,
+            "softmax": params["embedding"].astype(self.compute_dtype).T,
         }
 
     def prefill(
@@ -285,7 +286,7 @@ class EncoderDecoder(Model):
         if capacity < 1:
             raise SettingError(f"capacity is {capacity}: expected at least 1")
         check_capacity(capacity, self.max_length)
-        encoder_rng, decoder_rng = _split(rng)
+        encoder_rng, decoder_rng = split(rng, 2)
         memory = self.encode(params, source, source_segment_ids, encoder_rng)
         segment_ids = segmented(source, source_segment_ids).segment_ids
         decoder, stack = weights["decoder"], self._stacks["decoder"]
@@ -297,7 +298,7 @@ class EncoderDecoder(Model):
             [x] * stack.n_streams,
             position + 1,
             capacity,
-            _split(decoder_rng)[1],
+            split(decoder_rng, 2)[1],
             memory,
             segment_ids,
         )
@@ -339,7 +340,7 @@ class EncoderDecoder(Model):
 
     def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
         """`logits` with the weights from `for_decoding`."""
-        features = self._merge(params["decoder"], streams)[:, 0].astype(self.width)
+        features = self._merge(params["decoder"], streams)[:, 0].astype(self.compute_dtype)
         logits = jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
         return capped(logits, self.design.logits_soft_cap)
 
@@ -365,10 +366,6 @@ class EncoderDecoder(Model):
             caches=self._stacks["decoder"].reorder_cache(decoding.caches, rows),
             origins=jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
         )
-
-
-def _split(rng) -> tuple[Any, Any]:
-    return (None, None) if rng is None else tuple(jax.random.split(rng))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

@@ -83,7 +83,7 @@ class SortedByHash(AttentionOp):
     plan_needs = "rng"
     shards = ("heads",)
     chooses_keys = True
-    _keeps_padding_out = True
+    _hides_padding = True
     _impls = KERNELS
 
     _hashing: QueryKeyHash

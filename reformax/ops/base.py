@@ -28,14 +28,13 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Unsupported
-from reformax.ops.calls.arguments import check_part, check_read
+from reformax.ops.calls.arguments import check_read, check_state
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import check_impl
 from reformax.ops.calls.heads import repeat_heads, repeat_to_values
 from reformax.ops.calls.options import options
@@ -44,11 +43,9 @@ from reformax.ops.masking.masks import SegmentIds, int32_ids, says_one_segment, 
 from reformax.ops.masking.padding import attend_to_tokens, tokens_only
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.sharding import queries
 from reformax.ops.sharding.array_calls import ArrayCalls
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.dropout import seed_words
-from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions, weight_rows
 from reformax.ops.softmax.logit_options import LogitOptions
 
 op = options  # the decorator of an algorithm: its options are the fields of a dataclass
@@ -58,9 +55,9 @@ op = options  # the decorator of an algorithm: its options are the fields of a d
 class AttentionOp(ArrayCalls, LogitOptions):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
-    `plan` chooses the keys that each query may attend to, and `apply` attends to them. A reversible
-    stack computes `apply` again in the backward pass, with the same plan. It stores the plans,
-    which are small, and no activations.
+    `plan` chooses the keys that each query may attend to, and `apply` attends to them; `__call__`
+    (`sharding.array_calls`) does both. A reversible stack computes `apply` again in the backward
+    pass, with the same plan. It stores the plans, which are small, and no activations.
 
     An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
     `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step`,
@@ -71,7 +68,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
     * draw the seed of dropout (`softmax.dropout.seed_words`) of the arrays' part of the call,
-    * write zeros at the padding of `apply`'s arguments and result, unless `_keeps_padding_out`.
+    * write zeros at the padding of `apply`'s arguments and result, unless `_hides_padding`.
 
     Attributes:
       shared_qk: one projection serves as query and, length-normalised to sqrt(H), as key. Layers
@@ -82,20 +79,20 @@ class AttentionOp(ArrayCalls, LogitOptions):
       bias: it can add a given bias to the logits, as layers with a `position_bias` need.
       dropout: it makes attention weights, which can be dropped.
       packed: it tells segments apart, as packed rows need; False: a row has one, besides padding.
+      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global.
       plan_needs: what `plan` reads: "nothing" (the same keys are seen whatever they hold), "inputs"
         (queries and keys), or "rng" (random numbers too).
       reuses: its plan is that of an op before it in the cycle of layers, which `may_reuse` names.
         In decoding `step(chosen=)` takes `newest_choice` of the other's cache.
-      never_sees_itself: a position never sees itself, as layers with `next_value` need.
+      chooses_keys: it is one softmax over keys that its plan chooses, as `softmax.kept_mass` needs.
       local: how far a position sees does not grow with the length. Models with
         `pos_type="rotary_local"` rotate its keys, and reversible stacks keep its positions.
-      global_tokens: its plan reads `Tokens.global_tokens`: which tokens are global.
+      never_sees_itself: a position never sees itself, as layers with `next_value` need.
+      rotates: it rotates queries and keys by their positions. Layers with `use_rotary` refuse it.
+      gated: it gates its own output. Models with `attention_gate` add no second gate.
       shards: what devices may have a part of: () nothing, "heads", "key heads" (heads in whole
         groups that share keys), "sequence", or "queries", whose keys the op gathers
         (`sharding.queries`). Of the last two a `Shard` names the axis.
-      rotates: it rotates queries and keys by their positions. Layers with `use_rotary` refuse it.
-      gated: it gates its own output. Models with `attention_gate` add no second gate.
-      chooses_keys: it is one softmax over keys that its plan chooses, with a `kept_mass`.
       decoding: "no", "rows", or "beams" where `step` reads a beam's past in other beams' caches.
       divides_cache: `step` and `read_on` take a cache whose positions a mesh axis divides
         (`decoding.reading`).
@@ -107,22 +104,25 @@ class AttentionOp(ArrayCalls, LogitOptions):
     bias: ClassVar[bool] = False
     dropout: ClassVar[bool] = True
     packed: ClassVar[bool] = True
-    local: ClassVar[bool] = False
     global_tokens: ClassVar[bool] = False
-    rotates = False  # an option of some
-    gated = False  # an option of some recurrences
-    attend_self_if_alone = True  # an option of some
-    reuses = False
-    shards: ClassVar[tuple[str, ...]] = ()
     chooses_keys: ClassVar[bool] = False
+    local: ClassVar[bool] = False
+    shards: ClassVar[tuple[str, ...]] = ()
     divides_cache: ClassVar[bool] = False
-    scale = None  # the factor of logits, where it is an option
+
+    # Options of some algorithms.
+    reuses = False
+    rotates = False
+    gated = False
+    attend_self_if_alone = True
+    scale = None  # the factor of logits
 
     # What the methods without an underscore leave to the algorithm.
     _grouped = False  # to read G heads of keys and values; False: they are repeated to N
     _repeats_qk = False  # to repeat queries and keys for all heads of values
-    _keeps_padding_out = False  # to write zeros at padding, whatever its arguments hold there
-    _hides_finite_padding = False  # the same in calls with `lengths`, where padding is finite
+    # To write zeros at padding, whatever its arguments hold there; "finite": in calls with
+    # `lengths` alone, whose padding is finite.
+    _hides_padding: ClassVar[bool | Literal["finite"]] = False
     _takes_lengths = False  # to read `Call.lengths`; False: None, and `segment_ids` say the same
     _impls: ClassVar[tuple[str, ...]] = ()  # values of the option `impl` besides "auto" and "xla"
 
@@ -141,6 +141,11 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Where keys are made of the queries, each has its own values.
         """
         return not self.shared_qk
+
+    @property
+    def reads_projections(self) -> bool:
+        """Whether it has `extra_projections`, which a layer makes and two sequences do not have."""
+        return bool(self.extra_projections(Dims(1, 1, 1, 1)))
 
     @property
     def carries_state(self) -> bool:
@@ -214,7 +219,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         dims = Dims(max(n_qk, n_v), q.shape[3], v.shape[3], q.shape[1], n_kv_heads=n_v)
         return dims if n_v <= n_qk else dims._replace(n_qk_heads=n_qk)
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
         """Further projections of the layer's input that the algorithm reads, such as gates.
 
         A layer makes them. `apply`, `init_cache` and `step` then take `extra_projections`, a dict,
@@ -222,13 +227,26 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         return {}
 
+    @final
+    def projections(self, dims: Dims) -> dict[str, Projection]:
+        """All projections that the algorithm reads: "q", "k" unless `shared_qk`, "v", and
+        `extra_projections`.
+        """
+        n_qk, n_v = dims.qk_heads, dims.key_heads
+        q, k = (Projection(n, dims.d_qk, rotated=True) for n in (n_qk, min(n_qk, n_v)))
+        keys = {} if self.shared_qk else {"k": k}
+        return {"q": q, **keys, "v": Projection(n_v, dims.d_v), **self.extra_projections(dims)}
+
     def may_reuse(self, other: AttentionOp) -> bool:
         """Whether it can attend by the plan of another op, where it `reuses` one."""
         return False
 
     def newest_choice(self, cache: Any) -> Any:
-        """The keys that the newest query of each row chose, from a cache after `step`."""
-        raise NotImplementedError(f"{self.name} has no choice that others reuse")
+        """The keys that the newest query of each row chose, from a cache after `step`.
+
+        Of an op whose choice others may reuse; () of any other.
+        """
+        return ()
 
     def cache_axes(self, cache: Any) -> Any:
         """The axis of positions of each array of a cache, where the op `divides_cache`.
@@ -254,20 +272,12 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return length_normalize(q) if self.shared_qk else k
 
     @final
-    def of_value_heads(
-        self, q: Float[Array, "B T Q H"], k: Float[Array, "B S Q H"] | None, v
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"] | None]:
-        """Queries and keys for each head of values, where there are more of these."""
-        if not self.more_value_heads:
-            return q, k
-        return repeat_to_values(q, v), repeat_to_values(k, v)
-
-    @final
     def plan(
         self,
         params: Any,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B S G H"] | None,
+        v: Float[Array, "B S G V"] | None = None,
         *,
         segment_ids: SegmentIds | None,
         causal: bool,
@@ -278,16 +288,21 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Args:
           params: the algorithm's own weights, from `init`.
           q: queries.
-          k: keys; None if `shared_qk`. Both are those of `of_value_heads` where
-            values have more heads.
+          k: keys; None if `shared_qk`.
+          v: values, of which only the number of heads is read; None: no more than of queries.
           segment_ids: `[B, T]`, a pair of two sequences, or None: a row is one segment.
           causal: whether a position sees only itself and what came before it.
           **call: further fields of `Call`: `rng`, the source of hashes; `train`, False selects the
             settings for evaluation; `length`, `shard`, and `global_tokens` where the algorithm
             reads them.
         """
+
+        def plan(call, params, q, k, v) -> Any:
+            del v
+            return self._plan(call, params, q, k)
+
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self._run(self._plan, call, params, q, k)
+        return self._run(plan, call, params, q, k, v)
 
     @final
     def apply(
@@ -314,43 +329,6 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
         return self.attend(call, params, q, k, v, plan)
-
-    @final
-    def kept_mass(
-        self, params, q, k, v, *, plan, segment_ids, causal, **call
-    ) -> Float[Array, "B C N 2"]:
-        """The share of dense attention's mass on the keys that sampled queries see by a plan.
-
-        C queries of each row are sampled, at most `N_QUERIES` and at most as many as values have
-        channels; see `softmax.kept_mass`. It has no gradient.
-
-        Args:
-          params, q, k, v, plan, segment_ids, causal, **call: as in `apply`, without dropout.
-
-        Returns:
-          The share of each head and query, and 1; two zeros where dense attention sees no key.
-
-        Raises:
-          Unsupported: the algorithm has no `chooses_keys`.
-        """
-        if not self.chooses_keys:
-            raise Unsupported(
-                f"op is {self}: it chooses no keys of one softmax, use an op whose chooses_keys is "
-                "True, such as lsh.lsh()"
-            )
-        given = params, q, k, v, call.get("extra_projections")
-        params, q, k, v, projections = lax.stop_gradient(given)
-        if queries.axis_of(shard := call.get("shard")) is not None:  # each measures the whole
-            whole = q, k, v, projections, plan, segment_ids
-            q, k, v, projections, plan, segment_ids = queries.of_all(shard, whole)
-            call |= dict(shard=None)
-        call |= dict(segment_ids=segment_ids, causal=causal, extra_projections=projections)
-        k, v = repeat_heads(q, k, v)
-        at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
-        seen = weight_rows(lambda v: self.apply(params, q, k, v, plan=plan, **call), v, at) > 0
-        made = self._call(**call)
-        q = self._scaled(made, params, q, k)
-        return kept_mass(made, q, self.keys_of(q, k), seen, at, exclude_self=self.shared_qk)
 
     @final
     def attend(self, call: Call, params, q, k, v, plan=()) -> Float[Array, "B T N V"]:
@@ -398,10 +376,19 @@ class AttentionOp(ArrayCalls, LogitOptions):
           Unsupported: the algorithm carries no state.
           NotImplementedError: its kernel cannot compute the call.
         """
-        check_part(self, "state", state, segment_ids, q, v)
+        check_state(self, "state", state, segment_ids, q, v)
         given = dict(segment_ids=segment_ids, shard=shard, extra_projections=extra_projections)
         call = self._call(causal=True, **given)
         return self._run(self._attend_from, call, params, q, k, v, state)
+
+    @final
+    def check_decodes(self) -> None:
+        """Raises `Unsupported` if it cannot decode."""
+        if self.decoding == "no":
+            raise Unsupported(
+                f"op is {self}: it has no step to decode with; use one that has, such as "
+                "dense.dense()"
+            )
 
     @final
     def init_cache(
@@ -425,6 +412,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
           capacity: the number of positions for which the cache has room.
           **call: the plan's `rng`, and `extra_projections` where the algorithm reads some.
         """
+        self.check_decodes()
         call = self._call(causal=True, lengths=lengths, length=capacity, **call)
         return self._run(self._init_cache, call, params, q, k, v, plan)
 
@@ -469,7 +457,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         lengths: Int[Array, " B"],
         **call: Any,
     ) -> tuple[Float[Array, "B T N V"], Any, Any]:
-        """Attention of several more positions of each row: what their steps compute.
+        """Chunked prefill: attention of several more positions of each row, as by their steps.
 
         Args:
           params, q, k, v: as in `apply`, padded on the right.
@@ -523,7 +511,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         numbers = (None if x is None else float(x) for x in (self.scale, self.soft_cap))
         return Call(logits=Logits(*numbers), **arguments)
 
-    def _run(self, function, call: Call, params, q, k, *others) -> Any:
+    def _run(self, function, call: Call, params, q, k, v, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
         Queries are scaled by length.
@@ -531,26 +519,28 @@ class AttentionOp(ArrayCalls, LogitOptions):
         Raises:
           Unsupported: the call has what the algorithm does not read.
         """
-        q = self._scaled(call, params, q, k)
+        q = self._scaled_by_length(call, params, q, k)
         check_read(self, call)
-        arrays = call, params, q, k, *others
-        call, params, q, k, *others = devices.varying_as(arrays, arrays)
-        if others and not self._repeats_qk:
-            q, k = self.of_value_heads(q, k, others[0])
+        arrays = call, params, q, k, v, *others
+        call, params, q, k, v, *others = devices.varying_as(arrays, arrays)
+        if v is not None and self.more_value_heads and not self._repeats_qk:
+            q, k = repeat_to_values(q, v), repeat_to_values(k, v)
         if not self._grouped:
-            k, *others[:1] = repeat_heads(q, k, *others[:1])
-        return devices.varying_as(arrays, function(call, params, q, k, *others))
+            k, v = repeat_heads(q, k, v)
+        return devices.varying_as(arrays, function(call, params, q, k, v, *others))
 
     def _attend(self, call: Call, params, q, k, v, plan) -> Float[Array, "B T N V"]:
         """`_apply` with the seed of dropout, of arrays that are zeros at padding."""
         if call.seed is None and call.dropout > 0.0:
             call = call.but(seed=seed_words(call.rng, len(q), call.shard))
-        hides = self._hides_finite_padding and call.lengths is not None
+        hides = self._hides_padding
+        if hides == "finite":
+            hides = call.lengths is not None
         # A part of a sequence may begin with padding.
         is_part = call.shard is not None and not isinstance(call.shard.position, int)
         if is_part or not self._takes_lengths:
             call = call.but(lengths=None)
-        if self._keeps_padding_out or hides:
+        if hides:
             return self._apply(call, params, q, k, v, plan)
         call = call.with_token_projections()
 
@@ -581,10 +571,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         raise NotImplementedError(f"{self.name} has no _apply_from")
 
     def _init_cache(self, call: Call, params, q, k, v, plan) -> Any:
-        raise Unsupported(
-            f"op is {self}: it cannot decode, use an op whose decoding is not 'no', such as "
-            "lsh.lsh()"
-        )
+        raise NotImplementedError(f"{self.name} has no _init_cache")
 
     def _step(self, call: Call, params, q, k, v, cache) -> tuple[Float[Array, "B 1 N V"], Any]:
         raise NotImplementedError(f"{self.name} has no _step")
@@ -598,11 +585,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
         def step(call, q, k, v, cache):
             return self._step(call, params, q, k, v, cache)
 
-        return reading.by_steps(step, self._choice_of, call, q, k, v, cache)
-
-    def _choice_of(self, cache: Any) -> Any:
-        """`newest_choice` where others may reuse it, otherwise ()."""
-        return ()
+        return reading.by_steps(step, self.newest_choice, call, q, k, v, cache)
 
     def _replace_value(self, cache, v, position):
         raise NotImplementedError(f"{self.name} cannot replace a value")

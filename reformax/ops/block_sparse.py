@@ -101,7 +101,7 @@ class block_sparse(AttentionOp):
         return "no" if self.n_global or self._fixed_mask is not None else "rows"
 
     @property
-    def _keeps_padding_out(self) -> bool:
+    def _hides_padding(self) -> bool:
         return not self.n_global
 
     @property

@@ -123,8 +123,8 @@ class csa(IndexedChoice, Compressed, AttentionOp):
     def may_reuse(self, other: AttentionOp) -> bool:
         return super().may_reuse(other) and other.block_size == self.block_size
 
-    def newest_choice(self, cache: CompressedCache) -> Int[Array, "B K"]:
-        return cache.index.chosen
+    def newest_choice(self, cache: CompressedCache) -> Int[Array, "B K"] | tuple[()]:
+        return () if self.reuse else cache.index.chosen
 
     def _check(self) -> None:
         super()._check()

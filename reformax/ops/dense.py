@@ -43,7 +43,7 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
     bias = True
     shards = ("heads",)
     _grouped = True
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     _impls = ("cudnn", *KERNELS)
 

@@ -132,8 +132,8 @@ class dsa(IndexedChoice, AttentionOp):
     def causality(self):
         return "only" if self.indexer.block_size > 1 else "either"
 
-    def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"]:
-        return cache.chosen
+    def newest_choice(self, cache: DsaCache) -> Int[Array, "B K"] | tuple[()]:
+        return () if self.reuse else cache.chosen
 
     def _check(self) -> None:
         super()._check()

@@ -69,7 +69,7 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
     cross = True
     bias = True
     _grouped = True
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     _impls = ("cudnn", *KERNELS)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from reformax.declared import NonNegative, SettingError
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
@@ -72,8 +72,8 @@ class gated_delta(Recurrence, AttentionOp):
                 f"norm_epsilon is {self.norm_epsilon} and normalized is False: leave one out"
             )
 
-    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
-        one = ExtraProjection(dims.n_heads, 1)
+    def extra_projections(self, dims) -> dict[str, Projection]:
+        one = Projection(dims.n_heads, 1)
         return {"beta": one, "keep": one} | output_projections(self.gated, dims)
 
     def _init(self, rng, dims) -> dict[str, Array]:

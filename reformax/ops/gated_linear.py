@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import Recurrence, Span, output_params, output_projections
@@ -62,8 +62,8 @@ class gated_linear(Recurrence, AttentionOp):
         conv = conv_params(self.conv_size, rng, dims)
         return weights | output_params(self.normalized, dims) | conv
 
-    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
-        gate = {"gate": ExtraProjection(dims.n_heads, dims.d_qk, rank=self.gate_rank)}
+    def extra_projections(self, dims) -> dict[str, Projection]:
+        gate = {"gate": Projection(dims.n_heads, dims.d_qk, rank=self.gate_rank)}
         return gate | output_projections(self.gated, dims)
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
@@ -59,11 +59,11 @@ class kda(Recurrence, AttentionOp):
     memory: Span | None = None
     _unit_length = True
 
-    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims) -> dict[str, Projection]:
         n, rank = dims.n_heads, (lambda size: size if self.low_rank else None)
-        gate = {OUTPUT_GATE: ExtraProjection(n, dims.d_v, rank=rank(dims.d_v))}
-        forget = ExtraProjection(n, dims.d_qk, rank=rank(dims.d_qk))
-        rates = {"beta": ExtraProjection(n, 1), "forget": forget}
+        gate = {OUTPUT_GATE: Projection(n, dims.d_v, rank=rank(dims.d_v))}
+        forget = Projection(n, dims.d_qk, rank=rank(dims.d_qk))
+        rates = {"beta": Projection(n, 1), "forget": forget}
         return rates | gate if self.gated else rates
 
     def _init(self, rng, dims) -> dict[str, Array]:

@@ -74,7 +74,7 @@ class local(RingDecoding, AttentionOp):
     shards = ("heads",)
     local = True
     divides_cache = False
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     _impls = ("cudnn", *KERNELS, "mosaic")
 

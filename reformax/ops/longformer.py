@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import first_global, rows_at
@@ -61,7 +61,6 @@ class longformer(AttentionOp):
     global_projections: bool = True
     impl: str = "auto"
 
-    _hides_finite_padding = True
     _takes_lengths = True
     _impls = KERNELS
 
@@ -84,8 +83,8 @@ class longformer(AttentionOp):
         return ("heads",) if alike else ()
 
     @property
-    def _keeps_padding_out(self) -> bool:
-        return self.n_global == 0
+    def _hides_padding(self) -> bool | str:
+        return True if self.n_global == 0 else "finite"
 
     def _check(self) -> None:
         if self.dilation == ():
@@ -101,14 +100,14 @@ class longformer(AttentionOp):
             )
         return tuple(Visibility(causal, self.window, n) for n in each)
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
         if not (self.n_global and self.global_projections):
             return {}
-        vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
+        vectors = Projection(dims.n_heads, dims.d_qk, rotated=True)
         return {
             "global_q": vectors,
             "global_k": vectors,
-            "global_v": ExtraProjection(dims.n_heads, dims.d_v),
+            "global_v": Projection(dims.n_heads, dims.d_v),
         }
 
     def _plan(self, call, params, q, k) -> Int[Array, "B G"] | None:
@@ -121,7 +120,7 @@ class longformer(AttentionOp):
             return out
         if call.extra_projections:
             q, k, v = (call.extra_projections[f"global_{name}"] for name in "qkv")
-            q = self._scaled(call, params, q, k)
+            q = self._scaled_by_length(call, params, q, k)
         rows = band.rows_of_global_tokens(call, rows_at(q, plan), k, v, plan).astype(out.dtype)
         return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 

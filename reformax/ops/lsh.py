@@ -136,7 +136,7 @@ class lsh(AttentionOp):
     shared_qk = True
     shards = ("heads",)
     chooses_keys = True
-    _keeps_padding_out = True
+    _hides_padding = True
     _impls = (*KERNELS, "mosaic")
     _replace_value = staticmethod(replace_in_memory)
 

@@ -66,7 +66,7 @@ class memory_efficient(RingDecoding, AttentionOp):
     bias = True
     shards = ("heads",)
     _grouped = True
-    _hides_finite_padding = True
+    _hides_padding = "finite"
     _impls = KERNELS
 
     def _apply(self, call, params, q, k, v, plan):

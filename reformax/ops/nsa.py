@@ -34,7 +34,7 @@ from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import (
     KERNELS,
     MAX_GROUP,
@@ -153,12 +153,12 @@ class nsa(AttentionOp):
     def _summaries(self) -> SummarySizes:
         return SummarySizes(self.compress_len, self.compress_stride)
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
-        gate = {"gate": ExtraProjection(dims.n_heads, 3)}
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
+        gate = {"gate": Projection(dims.n_heads, 3)}
         if not self.independent_kv:
             return gate
-        keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
-        values = ExtraProjection(dims.key_heads, dims.d_v)
+        keys = Projection(dims.key_heads, dims.d_qk, rotated=True)
+        values = Projection(dims.key_heads, dims.d_v)
         return gate | {
             f"{branch}_{name}": what
             for branch in ("selected", "window")

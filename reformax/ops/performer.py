@@ -107,7 +107,7 @@ class performer(AttentionOp):
 
     dropout = False
     shards = ("heads",)
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     _impls = KERNELS
 
@@ -132,7 +132,7 @@ class performer(AttentionOp):
         if self.seed is None or self.redraw is not None:
             rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
             return orthogonal_directions(rng, self.n_features, size)
-        with devices.nowhere(), jax.ensure_compile_time_eval():
+        with devices.without_mesh(), jax.ensure_compile_time_eval():
             rng = jax.random.key(self.seed, impl="threefry2x32")
             return np.asarray(orthogonal_directions(rng, self.n_features, size))
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import Recurrence, output_params, output_projections
@@ -48,7 +48,7 @@ class retention(Recurrence, AttentionOp):
     def _init(self, rng, dims) -> Any:
         return output_params(self.normalized, dims) | conv_params(self.conv_size, rng, dims) or ()
 
-    def extra_projections(self, dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims) -> dict[str, Projection]:
         return output_projections(self.gated, dims)
 
     def _constants(self, n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:

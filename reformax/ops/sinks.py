@@ -47,7 +47,7 @@ class sinks(AttentionOp):
 
     packed = False
     shards = ("heads",)
-    _hides_finite_padding = True
+    _hides_padding = "finite"
     _takes_lengths = True
     _impls = KERNELS
 

@@ -9,7 +9,7 @@ from reformax.declared import Unsupported
 from reformax.nn import dot_product_attention, op_of
 from reformax.ops import dense, longformer, retention
 from reformax.ops.base import op
-from reformax.ops.calls.dims import ExtraProjection
+from reformax.ops.calls.dims import Projection
 
 PLAIN = dict(normalized=False, gated=False)
 
@@ -21,7 +21,7 @@ class gated_dense(dense.dense):
     gated: bool = True
 
     def extra_projections(self, dims):
-        return {"gate": ExtraProjection(dims.n_heads, 1)} if self.gated else {}
+        return {"gate": Projection(dims.n_heads, 1)} if self.gated else {}
 
 
 def test_cross_attention():

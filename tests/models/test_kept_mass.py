@@ -10,6 +10,7 @@ import pytest
 from reformax.models.lm import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh
 from reformax.ops.calls.dispatch import INTERPRETED
+from reformax.ops.softmax.kept_mass import kept_mass
 from tests.layers import plain
 
 SIZES = dict(vocab_size=16, d_model=16, d_ff=16, n_heads=2, d_attention_key=8, d_attention_value=8)
@@ -42,7 +43,7 @@ def by_hand(model, params):
         plan = attention.plan(p["attention"], qkv, rng=own)
         if attention.op.chooses_keys:
             masks = dict(plan=plan, segment_ids=None, causal=True)
-            shares = attention.op.kept_mass((), *qkv[:3], **masks)
+            shares = kept_mass(attention.op, (), *qkv[:3], **masks)
             found[i + 1] = shares[..., 0].sum() / shares[..., 1].sum()
         x = x + attention.attend(p["attention"], qkv, plan, rng=own)
         x = x + layer.feed_forward.apply(

@@ -104,7 +104,7 @@ def with_gradients(row, rng, options=None, **sizes):
 
 
 def plan(op: AttentionOp, x: Inputs, *, segment_ids=None, **options):
-    return op.plan(x.params, x.q, x.k, segment_ids=segment_ids, **options)
+    return op.plan(x.params, x.q, x.k, x.v, segment_ids=segment_ids, **options)
 
 
 def apply(op: AttentionOp, x: Inputs, *, dropout=0.0, rng=None, **options):

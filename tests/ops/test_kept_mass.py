@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import dense, lsh, moba
-from reformax.ops.softmax.kept_mass import N_QUERIES, sampled_positions
+from reformax.ops.softmax.kept_mass import N_QUERIES, kept_mass, sampled_positions
 from tests.ops import inputs, oracle
 from tests.ops.rows import ROWS, Shape, except_self, over, visible
 
@@ -18,7 +18,7 @@ CHOOSING = [row for row in ROWS if row.op().chooses_keys and row.counts is not N
 def measure(op, x, **call):
     plan = inputs.plan(op, x, rng=jax.random.key(3), train=True, **call)
     extras = dict(extra_projections=x.extra_projections)
-    return plan, op.kept_mass(x.params, x.q, x.k, x.v, plan=plan, **call, **extras)
+    return plan, kept_mass(op, x.params, x.q, x.k, x.v, plan=plan, **call, **extras)
 
 
 def expected(row, options, x, plan, shape, causal, segment_ids):
@@ -59,6 +59,20 @@ def test_heads_of_queries_that_share_keys_are_measured_alone():
     assert len({float(y) for y in found[0, -1, :, 0]}) == 4
 
 
+@pytest.mark.parametrize("learnt", [False, True])
+def test_heads_of_values_that_share_queries_and_keys_are_measured_alone(learnt):
+    op = moba.moba(block_size=4, top_k=2, scale_by_length=0.4, learn_scale_by_length=learnt)
+    x = inputs.draw(op, length=24, n_heads=4, d_v=8)
+    factors = np.float32([0.4, 0.6])
+    x = x._replace(q=x.q[:, :, ::2], k=x.k[:, :, ::2])
+    alone = x._replace(q=x.q.repeat(2, axis=2), k=x.k.repeat(2, axis=2))
+    if learnt:
+        x = x._replace(params={"length_factor": factors})
+        alone = alone._replace(params={"length_factor": factors.repeat(2)})
+    found, want = (measure(op, y, segment_ids=None, causal=True)[1] for y in (x, alone))
+    np.testing.assert_allclose(found, want, atol=1e-6)
+
+
 def test_all_is_kept_where_one_chunk_has_all_keys():
     op = lsh.lsh(chunk_len=64)
     _, found = measure(op, inputs.draw(op, length=40, d_v=8), segment_ids=None, causal=True)
@@ -78,4 +92,4 @@ def test_an_op_that_chooses_no_keys_is_refused():
     op = dense.dense()
     x = inputs.draw(op)
     with pytest.raises(NotImplementedError, match=r"op is dense\(\): it chooses no keys"):
-        op.kept_mass((), x.q, x.k, x.v, plan=(), segment_ids=None, causal=True)
+        kept_mass(op, (), x.q, x.k, x.v, plan=(), segment_ids=None, causal=True)

@@ -101,7 +101,7 @@ class with_global_tokens(AttentionOp):
     """Dense attention of each position to itself and to global tokens."""
 
     global_tokens = True
-    _keeps_padding_out = True
+    _hides_padding = True
 
     def _plan(self, call, params, q, k):
         no_token = jnp.zeros(q.shape[:2], jnp.int32)

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from reformax.declared import Rate, SettingError, Unsupported, check, shown
-from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import shape_of_pairs
 from reformax.ops.masking.masks import Ids, Tokens, int32_ids, segment_pair, tokens_of
@@ -100,7 +99,7 @@ def check_read(op, call) -> None:
     read = dict(
         bias=op.bias,
         global_tokens=op.global_tokens,
-        extra_projections=op.extra_projections(Dims(1, 1, 1, 1)),
+        extra_projections=op.reads_projections,
         origins=op.decoding == "beams",
         chosen=op.reuses,
     )
@@ -298,11 +297,11 @@ def checked_state(op, state, causal, mask, segment_ids, q, v) -> Any:
         given = "mask is given" if causal else "causal=False"
         raise Unsupported(f"{given}, but a state is of causal calls: use causal=True and no mask")
     state = first if state is None else state
-    check_part(op, "initial_state", state, segment_ids, q, v)
+    check_state(op, "initial_state", state, segment_ids, q, v)
     return state
 
 
-def check_part(op, name: str, state, segment_ids, q, v) -> None:
+def check_state(op, name: str, state, segment_ids, q, v) -> None:
     """Raises `ValueError` for a state of other sizes, and for known ids of a broken segment.
 
     `name` is that of the state's argument.

@@ -1,4 +1,4 @@
-"""The static sizes of a call, and the extra projections that an algorithm reads."""
+"""The static sizes of a call, and of the projections that a layer makes for it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Dims(NamedTuple):
         return self.n_heads if self.n_qk_heads is None else self.n_qk_heads
 
 
-class ExtraProjection(NamedTuple):
-    """An extra projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
+class Projection(NamedTuple):
+    """A projection of a layer's input to heads, `[B, T, n_heads, size]`."""
 
     n_heads: int
     size: int
@@ -35,6 +35,6 @@ class ExtraProjection(NamedTuple):
     rank: int | None = None  # that of its matrix, made of two thin ones; None: one whole matrix
 
     @property
-    def of_input(self) -> ExtraProjection:
+    def of_input(self) -> Projection:
         """The first product of the layer's input; of the size of `rank` where there is one."""
-        return self if self.rank is None else ExtraProjection(1, self.rank)
+        return self if self.rank is None else Projection(1, self.rank)

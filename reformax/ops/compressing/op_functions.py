@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import (
     KERNELS,
     MAX_GROUP,
@@ -77,7 +77,7 @@ class Compressed(LearnedSinks):
         """The names of the summaries: keys and values, or one that is both."""
         return ("kv",) if self.share_kv else ("k", "v")
 
-    def extra_projections(self, dims: Dims) -> dict[str, ExtraProjection]:
+    def extra_projections(self, dims: Dims) -> dict[str, Projection]:
         sizes = {"k": dims.d_qk, "v": dims.d_v, "kv": dims.d_qk}
         if self.share_kv and dims.d_v != dims.d_qk:
             raise SettingError(
@@ -88,8 +88,8 @@ class Compressed(LearnedSinks):
         for kind in self._kinds:
             # Rotated by the layer where it rotates keys, each at its own position.
             rotated = kind == "k" and not self.rotates
-            found[f"summary_{kind}"] = ExtraProjection(n, sizes[kind], rotated=rotated)
-            found[f"gate_{kind}"] = ExtraProjection(n, sizes[kind])
+            found[f"summary_{kind}"] = Projection(n, sizes[kind], rotated=rotated)
+            found[f"gate_{kind}"] = Projection(n, sizes[kind])
         return found
 
     def _init(self, rng: PRNGKeyArray, dims: Dims) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class Indexer(IndexerDecoding, Options):
 
         n_seen = length * (2 * x.queries.queries.shape[2] + 4)
         total = by_chunks(losses, n_seen, *some, ids).sum()
-        n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(shard))
+        n_tokens = devices.sum_over(jnp.sum(is_token(ids)), sharding.token_axes_of(shard))
         return total / jnp.maximum(n_tokens, 1).astype(total.dtype)
 
     def _best(

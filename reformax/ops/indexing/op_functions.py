@@ -48,9 +48,6 @@ class IndexedChoice:
         defaults = {x.name: x.default for x in dataclasses.fields(self)}
         return all(getattr(self, x) in (defaults[x], getattr(other, x)) for x in self._of_choice)
 
-    def _choice_of(self, cache):
-        return () if self.reuse else self.newest_choice(cache)
-
     @property
     def _learns(self) -> bool:
         """Whether the op has an indexer that learns."""
@@ -95,7 +92,7 @@ class IndexedChoice:
 
     def _factor(self, call: Call, ids: Int[Array, "B t"], dtype: Any) -> Float[Array, ""]:
         """The factor of the sum of the divergence over queries, of which `ids` are the segments."""
-        n_tokens = devices.total(jnp.sum(is_token(ids)), sharding.token_axes_of(call.shard))
+        n_tokens = devices.sum_over(jnp.sum(is_token(ids)), sharding.token_axes_of(call.shard))
         factor = 0.0 if self.reuse else self.index_loss
         return factor / jnp.maximum(n_tokens, 1).astype(dtype)
 
@@ -107,7 +104,7 @@ class IndexedChoice:
         `ids` are the segments of the queries that have losses.
         """
         sums = losses.sum(), jnp.sum(is_token(ids))
-        loss, n_tokens = (devices.total(x, sharding.axis_of(call.shard)) for x in sums)
+        loss, n_tokens = (devices.sum_over(x, sharding.axis_of(call.shard)) for x in sums)
         mean = loss / jnp.maximum(n_tokens, 1).astype(loss.dtype)
         meter = updated(params["index_loss"], lax.stop_gradient(mean))
         return out + (0 * meter).astype(out.dtype)

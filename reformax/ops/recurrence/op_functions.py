@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size, Width
-from reformax.ops.calls.dims import Dims, ExtraProjection
+from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.calls.heads import repeat_to_values
 from reformax.ops.calls.options import Options, options
@@ -65,7 +65,7 @@ class Recurrence(Options):
     dropout = False
     shards = ("heads",)
     _repeats_qk = True
-    _keeps_padding_out = True
+    _hides_padding = True
     _takes_lengths = True
     norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
@@ -179,9 +179,9 @@ class Recurrence(Options):
 # 2024, "Parallelizing Linear Transformers with the Delta Rule").
 
 
-def output_projections(gated: bool, dims: Dims) -> dict[str, ExtraProjection]:
+def output_projections(gated: bool, dims: Dims) -> dict[str, Projection]:
     """The projection of the output gate."""
-    return {OUTPUT_GATE: ExtraProjection(dims.n_heads, dims.d_v)} if gated else {}
+    return {OUTPUT_GATE: Projection(dims.n_heads, dims.d_v)} if gated else {}
 
 
 def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:

@@ -189,7 +189,6 @@ def _plan_and_apply(
         segment_ids = tokens_before(lengths, q.shape[1])
     segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
     masks = dict(segment_ids=segment_ids, causal=causal, rng=rng, shard=shard)
-    planned = op.of_value_heads(q, k, v)
-    plan = op.plan(params, *planned, **masks, train=train, global_tokens=global_tokens)
+    plan = op.plan(params, q, k, v, **masks, train=train, global_tokens=global_tokens)
     others = dict(bias=bias, extra_projections=extra_projections, lengths=lengths)
     return op.apply(params, q, k, v, plan=plan, dropout=dropout, **masks, **others)

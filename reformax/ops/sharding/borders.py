@@ -1,4 +1,4 @@
-"""Local attention in one sequence over several devices.
+"""Local attention in one sequence over several devices, by halo exchange.
 
 Each device of an axis holds a shard of the sequence. A position that sees no further than a `Reach`
 needs only the borders of the other shards. `ppermute` sends them from the devices that hold them,
@@ -20,7 +20,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives
-from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.sharding.shard import Shard
 
 
@@ -105,7 +104,9 @@ def attend(
         return lax.dynamic_slice_in_dim(out, reach.before + begun, last - first, axis=1)
 
     # Each whole array with its head and its tail, and whether devices exchange its borders.
-    ids, n = ids_or_ones(segment_ids, q), before + after
+    n, ids = before + after, segment_ids
+    if ids is None:  # booleans say that a row is one segment
+        ids = jnp.ones(q.shape[:2], bool)
     is_short = slack > 0 or length < 2 * n
     parts = [None if x is None else (x, x, x) if is_short else with_ends(x, n) for x in (q, k, v)]
     parts.append((ids, ids, ids) if is_short else (ids, ids[:, :n], ids[:, length - n :]))

@@ -95,7 +95,7 @@ class Placement(NamedTuple):
         x = x._replace(params=in_parts(x.params, n_parts))
 
         def of_device(x: CallArrays) -> Array:
-            head = devices.first(x.q.shape[2], self.heads)
+            head = devices.first_index(x.q.shape[2], self.heads)
             return attend(x, Shard(head=head, n_heads=n_heads, rows=self.rows or ()))
 
         specs = self.specs(x)

@@ -39,7 +39,7 @@ def token_axes_of(shard: Shard | None) -> devices.Axes:
 
 def first_query(shard: Shard | None, length: int) -> Int[Array, ""] | int:
     """The position of the first query of `length`."""
-    return devices.first(length, axis_of(shard))
+    return devices.first_index(length, axis_of(shard))
 
 
 def query_positions(shard: Shard | None, length: int) -> Int[Array, "1 T"]:

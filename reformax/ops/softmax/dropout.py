@@ -42,7 +42,7 @@ def seed_words(rng: PRNGKeyArray, n_rows: int, shard: Shard | None = None) -> In
       n_rows: the number of rows of the arrays.
       shard: where the arrays lie in the whole call.
     """
-    first_row = devices.first(n_rows, row_axes_of(shard))
+    first_row = devices.first_index(n_rows, row_axes_of(shard))
     shard = shard or Shard()
     first = first_row, shard.head, shard.position, shard.position
     first = jnp.stack([jnp.asarray(x, jnp.int32) for x in first]).astype(jnp.uint32)

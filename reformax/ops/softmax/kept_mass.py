@@ -13,6 +13,7 @@ implementation computes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax import devices
+from reformax.declared import Unsupported
 from reformax.ops.calls.call import Call
-from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.calls.heads import repeat_heads, repeat_to_values
+from reformax.ops.masking.masks import SegmentIds, ids_or_ones
 from reformax.ops.masking.visibility import Side, Visibility
+from reformax.ops.sharding import queries
 from reformax.ops.softmax.online import masked_softmax
 
 # Queries of a row and head, at most: as many as values have channels.
@@ -62,6 +66,54 @@ def weight_rows(
 
 
 def kept_mass(
+    op: Any,
+    params: Any,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S G H"] | None,
+    v: Float[Array, "B S G V"],
+    *,
+    plan: Any,
+    segment_ids: SegmentIds | None,
+    causal: bool,
+    **call: Any,
+) -> Float[Array, "B C N 2"]:
+    """The share of dense attention's mass on the keys that sampled queries see by a plan.
+
+    C queries of each row are sampled, at most `N_QUERIES` and at most as many as values have
+    channels. The share has no gradient.
+
+    Args:
+      op: the algorithm, an `AttentionOp`.
+      params, q, k, v, plan, segment_ids, causal, **call: as in its `apply`, without dropout.
+
+    Returns:
+      The share of each head and query, and 1; two zeros where dense attention sees no key.
+
+    Raises:
+      Unsupported: the algorithm has no `chooses_keys`.
+    """
+    if not op.chooses_keys:
+        raise Unsupported(
+            f"op is {op}: it chooses no keys of one softmax, use an op whose chooses_keys is True, "
+            "such as lsh.lsh()"
+        )
+    given = params, q, k, v, call.get("extra_projections")
+    params, q, k, v, projections = lax.stop_gradient(given)
+    if queries.axis_of(shard := call.get("shard")) is not None:  # each measures the whole
+        whole = q, k, v, projections, plan, segment_ids
+        q, k, v, projections, plan, segment_ids = queries.of_all(shard, whole)
+        call |= dict(shard=None)
+    call |= dict(segment_ids=segment_ids, causal=causal, extra_projections=projections)
+    k, v = repeat_heads(q, k, v)
+    at = sampled_positions(q.shape[1], min(N_QUERIES, v.shape[3], q.shape[1]))
+    seen = weight_rows(lambda v: op.apply(params, q, k, v, plan=plan, **call), v, at) > 0
+    made = op._call(**call)
+    q = op._scaled_by_length(made, params, q, k)
+    each = (repeat_to_values(x, v) for x in (q, op.keys_of(q, k)))
+    return _shares(made, *each, seen, at, exclude_self=op.shared_qk)
+
+
+def _shares(
     call: Call,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
@@ -69,9 +121,9 @@ def kept_mass(
     at: Int[np.ndarray, " C"],
     exclude_self: bool,
 ) -> Float[Array, "B C N 2"]:
-    """The share of dense attention's mass on the keys that queries see, and its weight.
+    """The share of dense attention's mass on the keys that queries see, and its weight, 1.
 
-    The weight is 0, and so is the share, for a query that dense attention shows no key.
+    Both are 0 for a query that dense attention shows no key.
 
     Args:
       call: causality, segments and logits.
@@ -85,10 +137,10 @@ def kept_mass(
 
     def of_query(one) -> Float[Array, "B N 2"]:
         position, seen = one
-        queries = lax.dynamic_index_in_dim(q, position, 1, keepdims=False)
+        query = lax.dynamic_index_in_dim(q, position, 1, keepdims=False)
         query_ids = lax.dynamic_index_in_dim(ids, position, 1, keepdims=False)
         mask = rule.sees(Side(position, query_ids[:, None, None]), key)
-        weights = masked_softmax(call.logits.of("bnh,bsnh->bns", queries, k), mask)
+        weights = masked_softmax(call.logits.of("bnh,bsnh->bns", query, k), mask)
         mass = jnp.stack([jnp.where(seen, weights, 0).sum(-1), weights.sum(-1)], axis=-1)
         return jnp.where(mass[..., 1:] > 0, mass / jnp.maximum(mass[..., 1:], 0.5), 0)
 

@@ -57,7 +57,7 @@ class LogitOptions(Options):
     def _init_length_factor(self, dims: Dims) -> dict[str, Float[Array, " N"]]:
         return {"length_factor": jnp.full(dims.qk_heads, self.scale_by_length, jnp.float32)}
 
-    def _scaled(self, call: Call, params, q, k) -> Float[Array, "B T N H"]:
+    def _scaled_by_length(self, call: Call, params, q, k) -> Float[Array, "B T N H"]:
         """The queries times `scale_by_length ln n`, for n keys that they see."""
         if self.scale_by_length is None:
             return q
@@ -79,9 +79,6 @@ class LogitOptions(Options):
         dtype = accum_dtype(q.dtype)
         factor = self.scale_by_length
         if self.learn_scale_by_length:
-            factor, n = params["length_factor"], q.shape[2]
-            if len(factor) < n and call.shard is None:  # queries of `of_value_heads`
-                factor = jnp.repeat(factor, n // len(factor))
-            factor = of_heads(factor, call.shard, n).astype(dtype)
+            factor = of_heads(params["length_factor"], call.shard, q.shape[2]).astype(dtype)
         factor = factor * jnp.log(jnp.maximum(n_keys, 2).astype(dtype))[..., None]
         return (q * factor[..., None]).astype(q.dtype)
