@@ -298,6 +298,15 @@ def test_a_kind_of_data(data_dir, answer, tmp_path):
     assert answer("train", *flags, f"--output_dir={tmp_path}").endswith(DATA[data_dir])
 
 
+def test_a_misspelt_field_is_told_the_nearest(answer, tmp_path):
+    (tmp_path / "a.csv").write_text("id,content\n1,one\n")
+    flags = ("--config_file=reformer_text.gin", f"--data_dir={tmp_path / 'a.csv'}")
+    line = answer(
+        "train", *flags, f"--output_dir={tmp_path}/run", "--config=text.text.field='contnt'"
+    )
+    assert line.endswith("it has id, content, set --config='text.text.field=\"content\"'")
+
+
 @pytest.mark.parametrize("config_file", WRONG_CONFIG)
 def test_data_for_another_config(config_file, answer, tmp_path):
     data_dir = "mine.txt" if "mine.txt" in WRONG_CONFIG[config_file] else "folder"
@@ -327,6 +336,16 @@ def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, call):
 
     code, _, err = call(main)
     assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
+
+
+def test_a_folder_without_rights_is_named_and_no_file_that_is_looked_for_in_it(
+    tmp_path, monkeypatch, call
+):
+    def main():
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "reformax_text.json"))
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"error: {tmp_path} cannot be used (Permission denied)" in call(main)[2]
 
 
 @pytest.mark.parametrize("platforms", ["rocm", "nowhere"])
