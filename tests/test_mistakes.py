@@ -89,6 +89,7 @@ SETTINGS = {
     "loop.train.optimizer=@optax.adam()": "optax is not the name of an imported module: "
     "loop.train.optimizer=@optax.adam(); --config='import optax' makes it one",
     "loop.train.model=@lm.ReformerLM()": "expected a model",
+    "lm.ReformerLM.design='llama'": "is 'llama': expected a Design, such as @designs.llama()",
     "steps=many": "--config='steps=many': expected a whole number of at least 1",
     "dtype=bf16": "expected 'float32', ",
     "lm.ReformerLM.attention_type=full": "expected an AttentionOp, such as ",

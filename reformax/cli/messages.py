@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -102,16 +102,18 @@ TABLE = (
 )
 
 
-def find(error: Exception) -> Message | None:
-    """The first row of the table that fits, its line filled in; None if no row fits."""
+def find(error: Exception, named: Callable[[str], str] = str) -> Message | None:
+    """The first row of the table that fits, its line filled in; None if no row fits.
+
+    Args:
+      error: an exception.
+      named: 'module.function' of `owner_of` the error.
+    """
     for row in TABLE:
         match = re.search(row.pattern, str(error).strip())
         if match and isinstance(error, row.kind):
-            fields = {"first": first_line(error), **match.groupdict()}
-            if "{owner}" in row.line:
-                from reformax.cli import lookup  # which reads configs, and needs this table
-
-                fields["owner"] = lookup.function_of(owner_of(error))
+            owner = named(owner_of(error)) if "{owner}" in row.line else ""
+            fields = {"first": first_line(error), "owner": owner, **match.groupdict()}
             return row._replace(line=row.line.format(**fields))
     return None
 

@@ -42,7 +42,7 @@ from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
-from reformax.models.designs import Activation, Design, check_read, weighs_far
+from reformax.models.designs import A_DESIGN, Activation, Design, check_read, weighs_far
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
@@ -116,7 +116,7 @@ class Model(Layer, TaskModel):
     ff_activation: Activation | None = None
     ff_chunk_size: Count = 0
     norm_epsilon: NonNegative | None = None
-    design: Design = Design()
+    design: Annotated[Design, Called(A_DESIGN)] = Design()
     init_std: Positive | None = None
     scan_layers: bool = True
     dtype: Dtype = "float32"

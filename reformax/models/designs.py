@@ -125,6 +125,9 @@ def check_read(settings: Mapping[str, Any], argument: str, ops: Sequence[Attenti
             )
 
 
+A_DESIGN = "a Design, such as designs.llama()"  # in errors
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Design:
     """The choices that a model's layers are made by; the defaults are the Reformer's.
