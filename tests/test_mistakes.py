@@ -88,7 +88,8 @@ SETTINGS = {
     "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
     "loop.train.optimizer=@optax.adam()": "optax is not the name of an imported module: "
     "loop.train.optimizer=@optax.adam(); --config='import optax' makes it one",
-    "loop.train.model=@lm.ReformerLM()": "expected a model",
+    "loop.train.model=@lm.ReformerLM()": "expected a model without its call, such as "
+    "@lm.ReformerLM, or a function of mode",
     "lm.ReformerLM.design='llama'": "is 'llama': expected a Design, such as @designs.llama()",
     "steps=many": "--config='steps=many': expected a whole number of at least 1",
     "dtype=bf16": "expected 'float32', ",

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -261,7 +262,7 @@ def _refuse_other(folder: Path) -> None:
     if runs and not (folder / "config.gin").exists():
         raise SettingError(
             f"output_dir={_shown(folder)} holds the runs {some_of([x.name for x in runs])}: give "
-            f"one, such as --output_dir={runs[0]}"
+            f"one, such as --output_dir={shlex.quote(str(runs[0]))}"
         )
 
 
