@@ -63,14 +63,6 @@ def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSErr
     return line
 
 
-def _closed_folder(error: OSError) -> str | None:
-    """The folder that keeps a file from being looked at, which need not be there; None: none."""
-    if error.errno != errno.EACCES or not isinstance(error.filename, str):
-        return None
-    folder = os.path.dirname(error.filename)
-    return folder if os.path.isdir(folder) and not os.access(folder, os.X_OK) else None
-
-
 def in_place_of_number(line: str) -> str:
     """Python's line of an error of a file, '[Errno 13] Permission denied: PATH', with the fix."""
     found = _NUMBERED.fullmatch(line)
@@ -89,6 +81,14 @@ def explaining(doing: str, path: str | os.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         raise explained(error, doing, path) from None
+
+
+def _closed_folder(error: OSError) -> str | None:
+    """The folder that keeps a file from being looked at, which need not be there; None: none."""
+    if error.errno != errno.EACCES or not isinstance(error.filename, str):
+        return None
+    folder = os.path.dirname(error.filename)
+    return folder if os.path.isdir(folder) and not os.access(folder, os.X_OK) else None
 
 
 def system_error(error: Exception) -> OSError | None:
