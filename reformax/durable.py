@@ -55,7 +55,8 @@ def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSErr
     if error.strerror is None:
         return error
     advice = _ADVICE.get(error.errno, _OTHERWISE)
-    line = OSError(f"{error.filename or path} cannot be {doing} ({error.strerror}): {advice}")
+    path = _closed_folder(error) or error.filename or path
+    line = OSError(f"{path} cannot be {doing} ({error.strerror}): {advice}")
     line.errno = error.errno
     return line
 
@@ -69,6 +70,14 @@ def explaining(doing: str, path: str | os.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         raise explained(error, doing, path) from None
+
+
+def _closed_folder(error: OSError) -> str | None:
+    """The folder that keeps a file from being looked at, which need not be there; None: none."""
+    if error.errno != errno.EACCES or not isinstance(error.filename, str):
+        return None
+    folder = os.path.dirname(error.filename)
+    return folder if os.path.isdir(folder) and not os.access(folder, os.X_OK) else None
 
 
 def system_error(error: Exception) -> OSError | None:

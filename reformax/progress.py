@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TextIO
 
@@ -10,6 +11,14 @@ from tqdm import tqdm
 INTERVAL = 30.0  # seconds between lines where there is no terminal
 # The bar takes the rest of the line.
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
+
+
+def _has_width(terminal: TextIO) -> bool:
+    """Whether the terminal has columns: those of containers may have none, and show no bar."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns > 0
+    except (OSError, ValueError):  # another kind of stream
+        return True
 
 
 class Progress:
@@ -36,7 +45,7 @@ class Progress:
     ):
         self._title, self._total, self._file = title, total, file
         self._done, self._stays = done, stays
-        at_terminal = shown and file.isatty()
+        at_terminal = shown and file.isatty() and _has_width(file)
         self._lines = shown and not at_terminal
         self._bar = tqdm(
             total=total, initial=done, desc=title, disable=not at_terminal, leave=stays,

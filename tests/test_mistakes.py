@@ -52,6 +52,9 @@ FLAGS = {
     "./folder is data_dir too, and a run's folder is not read as text: give another output_dir",
     "train --config_file=lora.gin": "--config_file=transformer_text.gin --config_file=lora.gin",
     "train --config_file=a_run": "a_run is a folder: give a_run/config.gin",
+    "train --config_file=several": "several is a folder: give several/one/config.gin",
+    "train --config_file=folder": "folder is a folder: give a config file",
+    "train --config_file=qqqq.gin": "qqqq.gin; `reformax configs` lists those of the package",
     "train --config_file=lora.gin --config=d_model=8": "is a part of configs: give the config",
     "train --config_file=mine.txt": "mine.txt, line 1): The cat sat on the mat",
     "train --data_dir=mine.txt --data_dir=folder": "given twice, mine.txt and folder: give it",
@@ -59,6 +62,8 @@ FLAGS = {
     "generate --output_dir=a_run/checkpoints/7": "a_run/checkpoints/7 is a checkpoint: give "
     "--output_dir=a_run --checkpoint=7",
     "evaluate --output_dir=a_run/checkpoints": "checkpoints is of a run: give --output_dir=a_run",
+    "evaluate --output_dir=several": "holds the runs one, two: give one, such as "
+    "--output_dir=several/one",
     "evaluate --output_dir=runs/a --split=dev": "(choose from 'train', 'valid', 'test')",
     "evaluate --output_dir=runs/a --batchsize=4": "did you mean --batch_size",
     "generate --prompt=The": "the following arguments are required: --output_dir",
@@ -81,6 +86,11 @@ SETTINGS = {
     "@candidates.Hash(); did you mean Hashed?",
     "lm.ReformerLM.attention_type=@lsh()": "lsh is a module: name a function of it: "
     "lm.ReformerLM.attention_type=@lsh(); did you mean lsh.lsh",
+    "loop.train.optimizer=@optax.adam()": "optax is not the name of an imported module: "
+    "loop.train.optimizer=@optax.adam(); --config='import optax' makes it one",
+    "loop.train.model=@lm.ReformerLM()": "expected a model without its call, such as "
+    "@lm.ReformerLM, or a function of mode",
+    "lm.ReformerLM.design='llama'": "is 'llama': expected a Design, such as @designs.llama()",
     "steps=many": "--config='steps=many': expected a whole number of at least 1",
     "dtype=bf16": "expected 'float32', ",
     "lm.ReformerLM.attention_type=full": "expected an AttentionOp, such as ",
@@ -145,6 +155,9 @@ def made(tmp_path_factory):
     (folder / "a_run").mkdir()
     (folder / "a_run/config.gin").touch()
     (folder / "a_run/checkpoints/7").mkdir(parents=True)
+    for run in ("one", "two"):
+        (folder / f"several/{run}").mkdir(parents=True)
+        (folder / f"several/{run}/config.gin").touch()
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("x\n")
     (folder / "mine.txt").write_text(TEXT * 40)
@@ -217,6 +230,16 @@ def test_a_flag_in_place_of_a_setting_has_its_value(setting, flag):
     assert line == f"set {flag}, or not"
 
 
+def test_an_argument_that_is_missing_is_named_as_a_setting(answer, tmp_path):
+    settings = "import optax", "loop.train.optimizer=@optax.adam()"
+    flags = [f"--config={x}" for x in settings]
+    line = answer("train", f"--output_dir={tmp_path}", *flags)
+    assert line == (
+        "the config sets no learning_rate of optax.adam: give "
+        "--config='optax.adam.learning_rate=VALUE'"
+    )
+
+
 def test_a_wrong_override_is_quoted_for_a_shell(answer, tmp_path):
     given = "a = 'it\"s' # don't"
     line = answer("train", f"--config={given}", f"--output_dir={tmp_path}")
@@ -277,6 +300,15 @@ def test_a_kind_of_data(data_dir, answer, tmp_path):
     assert answer("train", *flags, f"--output_dir={tmp_path}").endswith(DATA[data_dir])
 
 
+def test_a_misspelt_field_is_told_the_nearest(answer, tmp_path):
+    (tmp_path / "a.csv").write_text("id,content\n1,one\n")
+    flags = ("--config_file=reformer_text.gin", f"--data_dir={tmp_path / 'a.csv'}")
+    line = answer(
+        "train", *flags, f"--output_dir={tmp_path}/run", "--config=text.text.field='contnt'"
+    )
+    assert line.endswith("it has id, content, set --config='text.text.field=\"content\"'")
+
+
 @pytest.mark.parametrize("config_file", WRONG_CONFIG)
 def test_data_for_another_config(config_file, answer, tmp_path):
     data_dir = "mine.txt" if "mine.txt" in WRONG_CONFIG[config_file] else "folder"
@@ -321,6 +353,16 @@ def test_an_error_of_the_system_has_no_number_and_a_fix(number, fix, call):
 
     code, _, err = call(renamed)
     assert code == 1 and err.startswith(f"error: {fix}") and err.count("\n") == 1
+
+
+def test_a_folder_without_rights_is_named_and_no_file_that_is_looked_for_in_it(
+    tmp_path, monkeypatch, call
+):
+    def main():
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "reformax_text.json"))
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"error: {tmp_path} cannot be used (Permission denied)" in call(main)[2]
 
 
 @pytest.mark.parametrize("platforms", ["rocm", "nowhere"])

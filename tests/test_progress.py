@@ -89,6 +89,16 @@ def test_what_is_not_shown_writes_nothing(terminal, clock):
     assert terminal[1]() == "end"
 
 
+def test_a_terminal_without_columns_gets_lines(terminal, clock):
+    stream, read = terminal
+    termios.tcsetwinsize(stream, (0, 0))
+    with progress.Progress("train", 20, stream) as bar:
+        for _ in range(2):
+            clock.now += 40
+            bar.advance(2)
+    assert read().splitlines() == ["train: 2 of 20", "train: 4 of 20, 05:20 left"]
+
+
 def test_80_columns_keep_the_figures(terminal, monkeypatch):
     stream, read = terminal
     monkeypatch.setattr("sys.stderr", stream)

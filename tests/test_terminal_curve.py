@@ -59,6 +59,11 @@ def test_a_curve_goes_from_its_first_value_to_its_last():
     assert all(len(place) == 1 for place in places) and places == sorted(places)
 
 
+def test_one_value_is_no_curve():
+    text = terminal_curve.drawn([4, 8], [8.1512, float("nan")], "bits")
+    assert text == "bits of training batches: 8.151 at step 4"
+
+
 @pytest.mark.parametrize("values", [[], [float("inf")]])
 def test_no_curve_without_a_finite_value(values):
     assert terminal_curve.drawn(list(range(len(values))), values, "bits").endswith(

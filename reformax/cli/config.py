@@ -166,9 +166,11 @@ def _refuse_parts_alone(config_files: Sequence[str]) -> None:
 def _find(config_file: str) -> str:
     path = Path(config_file)
     if not reading.is_file(path):
-        path = configs.found(config_file)
-        if path is None and reading.is_file(Path(config_file, "config.gin")):
-            raise ConfigError(f"{config_file} is a folder: give {config_file}/config.gin")
+        folder, path = path, configs.found(config_file)
+        if path is None and folder.is_dir():
+            found = [sorted(folder.glob(x)) for x in ("config.gin", "*.gin", "*/config.gin")]
+            which = next((files[0] for files in found if files), "a config file")
+            raise ConfigError(f"{config_file} is a folder: give {which}")
         if path is None:
             raise ConfigError(f"no config file {config_file}{configs.nearest(config_file)}")
     if (n_bytes := path.stat().st_size) > MOST:

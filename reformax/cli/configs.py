@@ -84,9 +84,11 @@ def _refuse_subject(name: str) -> None:
 
 
 def nearest(name: str) -> str:
-    """'; did you mean A or B?' of the packaged configs' names."""
-    names = sorted(path.name for path in FOLDER.rglob("*.gin"))
-    return messages.nearest(f"{_stem(name)}.gin", names)
+    """'; did you mean A.gin or B.gin?' of the packaged configs, or what lists them."""
+    near = messages.near(_stem(name), sorted(path.stem for path in FOLDER.rglob("*.gin")))
+    if not near:
+        return "; `reformax configs` lists those of the package"
+    return f"; did you mean {' or '.join(f'{stem}.gin' for stem in near)}?"
 
 
 def found(name: str) -> Path | None:

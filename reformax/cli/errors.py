@@ -82,6 +82,13 @@ def _missing_platforms(error: Exception) -> str:
     return os.environ.get("JAX_PLATFORMS", "") * begins
 
 
+def _function_of(called: str) -> str:
+    """'module.function' of what gin called, by its last name."""
+    from reformax.cli import lookup
+
+    return lookup.function_of(called)
+
+
 def _cut(line: str) -> str:
     """A line without the middle of a value of thousands of letters, such as a path."""
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
@@ -95,7 +102,7 @@ def one_line(error: Exception) -> str | None:
             f"JAX_PLATFORMS={platforms}: JAX finds no such device, or its package is not there, "
             f"such as reformax[cuda]: install it, or unset JAX_PLATFORMS{why}"
         )
-    if found := messages.find(error):
+    if found := messages.find(error, _function_of):
         return found.line
     if isinstance(error, MENDABLE):
         line, inner = messages.text_of(error), messages.raised(error)

@@ -342,7 +342,8 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     if (error := result.get("standard_error")) is not None:
-        print(f"windows: {result['n_windows']:,}, standard error of their mean {error:.4f} bits")
+        rows = "windows" if task.labels is None else "rows"
+        print(f"{rows}: {result['n_windows']:,}, standard error of their mean {error:.4f} bits")
     for name in (name for name in METRICS if name in result):
         print(f"{name}: {result[name]:.4f}")
     metric = metric_name(task)

@@ -101,6 +101,13 @@ def _functions() -> dict[str, str]:
     return {short(selector): selector for _, selector in named if selector != "gin.macro"}
 
 
+def function_of(called: str) -> str:
+    """'module.function' of what gin calls by its last name, 'scope/function'."""
+    scope, _, name = called.rpartition("/")
+    found = next((x for x in _functions() if x.endswith(f".{name}")), name)
+    return f"{scope}/{found}" if scope and not is_macro(scope) else found
+
+
 def arguments() -> list[str]:
     """'module.function.argument' of every function that the parsed config sets or refers to."""
     found = []

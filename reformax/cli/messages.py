@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -17,7 +17,8 @@ class Message(NamedTuple):
 
     Attributes:
       pattern: a regular expression that the error's text matches somewhere.
-      line: our line. Braces hold groups of the pattern, or `first`, the error's own first line.
+      line: our line. Braces hold groups of the pattern, `first`, the error's own first line, or
+        `owner`, 'module.function' of what gin called.
       kind: the errors that the row is for.
       code: the exit code: 2 where the command or its config is wrong.
     """
@@ -89,6 +90,11 @@ TABLE = (
         kind=TypeError,
     ),
     Message(
+        r"missing \d+ required [\w-]+ arguments?: '(?P<name>\w+)'[\s\S]*In call to configurable",
+        "the config sets no {name} of {owner}: give --config='{owner}.{name}=VALUE'",
+        kind=TypeError,
+    ),
+    Message(
         "No values supplied by Gin|required keyword-only argument",
         "the config leaves out an argument: {first}",
         kind=TypeError,
@@ -96,12 +102,18 @@ TABLE = (
 )
 
 
-def find(error: Exception) -> Message | None:
-    """The first row of the table that fits, its line filled in; None if no row fits."""
+def find(error: Exception, named: Callable[[str], str] = str) -> Message | None:
+    """The first row of the table that fits, its line filled in; None if no row fits.
+
+    Args:
+      error: an exception.
+      named: 'module.function' of `owner_of` the error.
+    """
     for row in TABLE:
         match = re.search(row.pattern, str(error).strip())
         if match and isinstance(error, row.kind):
-            fields = {"first": first_line(error), **match.groupdict()}
+            owner = named(owner_of(error)) if "{owner}" in row.line else ""
+            fields = {"first": first_line(error), "owner": owner, **match.groupdict()}
             return row._replace(line=row.line.format(**fields))
     return None
 
@@ -134,7 +146,11 @@ def first_line(error: Exception) -> str:
 
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:
     """'; did you mean A or B?', or all names where none is near and they are at most so many."""
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
+    if found := near(name, names):
+        return f"; did you mean {' or '.join(found)}?"
     return f"; there is {', '.join(names)}" if 0 < len(names) <= most else ""
+
+
+def near(name: str, names: Sequence[str]) -> list[str]:
+    """Up to three names that are nearly `name`, the nearest first."""
+    return difflib.get_close_matches(name, names, n=3, cutoff=0.6)

@@ -49,6 +49,11 @@ def _note_hidden(name: str, package: str, file: Path) -> None:
     )
 
 
+def can_import(name: str) -> bool:
+    """Whether a line `import NAME` of a config finds a module."""
+    return name.isidentifier() and importlib.util.find_spec(name) is not None
+
+
 def names() -> list[str]:
     """The modules of this package that a config may name without an import line."""
     return list(_packages())

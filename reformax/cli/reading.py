@@ -19,6 +19,7 @@ from gin.config_parser import BindingStatement, ImportStatement, IncludeStatemen
 
 from reformax.cli import configs, messages, modules, statements, trust
 from reformax.cli.statements import ConfigError, WrittenName
+from reformax.declared import in_quotes
 
 _NOWHERE = Location(None, 0, None, "")
 _DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, _NOWHERE)
@@ -230,10 +231,13 @@ def _configurable(
     if first not in bound:
         known = {*bound, *(modules.names() if names is None else ())} - {"gin"}
         near = messages.nearest(first, sorted(known), most=0)
+        if not near and names is None and modules.can_import(first):
+            near = f"; --config={in_quotes(f'import {first}')} makes it one"
         raise _Missing(f"{first} is not the name of an imported module", near)
     if not rest and names is None:
         functions = [f"{first}.{name}" for name in _public(bound[first])]
-        near = messages.nearest(f"{first}.{first}", functions)
+        same = f"{first}.{first}"
+        near = f"; did you mean {same}?" if same in functions else messages.nearest(same, functions)
         raise _Missing(f"{first} is a module: name a function of it", near)
     parts = [bound[first]]
     for n, name in enumerate(rest):

@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import itertools
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from reformax import durable
-from reformax.declared import SettingError
+from reformax.declared import SettingError, some_of
 
 # The settings of a run that building its model, and placing it, takes.
 MODEL = ("model", "batch_size", "length", "mesh")
@@ -239,7 +240,7 @@ def _steps(checkpoints) -> list[int]:
     steps = checkpoints.steps()
     if not steps:
         folder = checkpoints.folder
-        _refuse_inner(folder.parent)
+        _refuse_other(folder.parent)
         if not folder.exists() and not (folder.parent / "config.gin").exists():
             raise SettingError(
                 f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
@@ -249,14 +250,20 @@ def _steps(checkpoints) -> list[int]:
     return steps
 
 
-def _refuse_inner(folder: Path) -> None:
-    """Raises `SettingError` for the folder of a run's checkpoints, or of one of them."""
+def _refuse_other(folder: Path) -> None:
+    """Raises `SettingError` for a folder of checkpoints, for a checkpoint, and for one of runs."""
     if folder.parent.name == "checkpoints" and folder.is_dir():
         flags = f"--output_dir={_shown(folder.parent.parent)} --checkpoint={folder.name}"
         raise SettingError(f"output_dir={_shown(folder)} is a checkpoint: give {flags}")
     if folder.name == "checkpoints" and folder.is_dir():
         run = _shown(folder.parent)
         raise SettingError(f"output_dir={_shown(folder)} is of a run: give --output_dir={run}")
+    runs = [_shown(path.parent) for path in sorted(folder.glob("*/config.gin"))]
+    if runs and not (folder / "config.gin").exists():
+        raise SettingError(
+            f"output_dir={_shown(folder)} holds the runs {some_of([x.name for x in runs])}: give "
+            f"one, such as --output_dir={shlex.quote(str(runs[0]))}"
+        )
 
 
 def _choose(checkpoints, which: str) -> dict[int, str | None]:

@@ -19,6 +19,8 @@ def of_run(folder: str, metric: str) -> str:
 def drawn(steps: Sequence[int], values: Sequence[float], name: str) -> str:
     """A curve in `ROWS` lines of ASCII: stars, the highest and the lowest value, the last step.
 
+    One value alone is a line without a curve.
+
     Args:
       steps: ascending.
       values: at these steps; those that are not finite are left out.
@@ -30,6 +32,8 @@ def drawn(steps: Sequence[int], values: Sequence[float], name: str) -> str:
     steps, values = np.asarray(steps)[finite], np.asarray(values)[finite]
     if not len(steps):
         return f"{name} of training batches: no step was recorded"
+    if len(steps) == 1:
+        return f"{name} of training batches: {values[0]:.3f} at step {steps[0]:,}"
     low, high, first, last = values.min(), values.max(), steps[0], steps[-1]
     heights = np.interp(np.linspace(first, last, COLUMNS), steps, values)
     rows = [[" "] * COLUMNS for _ in range(ROWS)]

@@ -16,9 +16,11 @@ _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
 _OF_EVALUATION = re.compile(r"evaluations\['([^']+)'\]\.(\w+)")
 # Arguments of parts whose user knows the model's alone.
 _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
-_CALL = re.compile(r"such as (?=\w+\.\w+\(\))")
+_REFERENCE = re.compile(r"such as (?=\w+\.(?:\w+\(\)|[A-Z]\w+))")
 # Of a line whose fix is a call: what lacks one.
-_UNCALLED = re.compile(r"<(?:class '(?:\w+\.)*|function )(\w+)[^<>]*>(?=.*: expected .* as @)")
+_UNCALLED = re.compile(
+    r"<(?:class '(?:\w+\.)*|function )(\w+)[^<>]*>(?=.*: expected .* as @\S+\(\))"
+)
 
 
 def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
@@ -36,7 +38,7 @@ def typed(line: str, owner: str = "", flags: Collection[str] = ()) -> str:
         return match[1] if stays else name_of(match[1], owner) or match[1]
 
     line = _OF_EVALUATION.sub(lambda x: lookup.name_in_evaluation(x[1], x[2]) or x[0], line)
-    line = _UNCALLED.sub(_as_reference, _CALL.sub("such as @", line))
+    line = _UNCALLED.sub(_as_reference, _REFERENCE.sub("such as @", line))
     parts = re.split(
         r"(\([^()]*\)|'[^']*'|`[^`]*`|\S+=\S*,\S+=\S*)", line
     )  # settings are outside of these; a run's name is one of them

@@ -7,6 +7,7 @@ reader counts what it has read and stops at its limit.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -415,7 +416,8 @@ def no_field(
     rest = rest or {}
     there = others or [f"{name} ({kind})" for name, kind in rest.items()]
     free = [name for name in others if name not in [one.name for one in fields]]
-    fix = f", set {config_flag(field.setting, free[0])}" if free else ""
+    near = difflib.get_close_matches(field.name, free, n=1) or free[:1]
+    fix = f", set {config_flag(field.setting, near[0])}" if near else ""
     fix = f", give all rows the same fields, or set {field.setting}" if field.nested else fix
     if field == Column(field.name) and _is_chat({*others, *rest}):
         fix += "; for chats add --config_file=chats.gin after the config of a model"

@@ -15,7 +15,16 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.buffers import Buffer
-from reformax.declared import Called, Rate, SettingError, Size, Unsupported, check, checked
+from reformax.declared import (
+    Called,
+    Rate,
+    SettingError,
+    Size,
+    Unsupported,
+    check,
+    checked,
+    shown,
+)
 from reformax.flax import nan_unless_mask, seen
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
@@ -49,6 +58,25 @@ class DecodingCache(NamedTuple):
 
     op: Any  # the algorithm's
     position: Int[Array, " B"]  # of the next token of each row
+
+
+def projection_options(use_bias: bool, dtype: Any, param_dtype: Any) -> dict[str, Any]:
+    """The options of flax's layers that project, which are a module's own.
+
+    Raises:
+      SettingError: a dtype that is none of floats.
+    """
+    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if given is not None and not _is_floating(given):
+            raise SettingError(f"{name} is {shown(given)}: expected one of floats, as jnp.bfloat16")
+    return dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype at all
+        return False
 
 
 @checked

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from reformax.declared import SettingError
 from reformax.flax.heads import (
     attend,
     check_decodes,
     decode,
+    projection_options,
     projections_of,
     refuse_in_decoding,
     shapes_of_weights,
@@ -109,7 +111,7 @@ class Attention(nn.Module):
         given = {name: getattr(self, name) for name in names}
         _, length, d_model = inputs_q.shape
         sizes = sizes_of(self.op, in_features=d_model, length=length, **given)
-        options = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
+        options = projection_options(self.use_bias, self.dtype, self.param_dtype)
         projections = projections_of(self.op, sizes)
         projected = {
             name: _projected(across if name in ("key", "value") else inputs_q, name, to, options)
@@ -138,10 +140,22 @@ class Attention(nn.Module):
         return self.param("op", self.op.init, sizes)
 
     def draw(self, rate: float) -> Array | None:
-        """The source of hashes and dropout."""
+        """The source of hashes and dropout.
+
+        Raises:
+          SettingError: the call has none.
+        """
         hashes = self.op.plan_needs == "rng"
+        if not hashes and rate <= 0.0:
+            return None
         stream = "attention" if hashes or self.has_rng("attention") else "dropout"
-        return self.make_rng(stream) if hashes or rate > 0.0 else None
+        if not self.has_rng(stream) and not self.has_rng("params"):  # by which flax initialises
+            why = f"{self.op.name} draws hashes" if hashes else f"dropout_rate is {rate}"
+            raise SettingError(
+                f"rngs has no stream {stream!r}, and {why}: give one, as in rngs={{{stream!r}: "
+                "jax.random.key(0)}"
+            )
+        return self.make_rng(stream)
 
 
 def _projected(

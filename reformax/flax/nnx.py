@@ -14,6 +14,7 @@ from reformax.flax.heads import (
     attend,
     check_decodes,
     decode,
+    projection_options,
     projections_of,
     refuse_in_decoding,
     shapes_of_weights,
@@ -94,7 +95,7 @@ class Attention(nnx.Module):
             dropout_rate=dropout_rate,
             length=check("max_length", max_length, Size | None) or 1,
         )
-        options = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        options = projection_options(use_bias, dtype, param_dtype) | {"rngs": rngs}
         across = _size_of_memory(op, in_features, in_kv_features)
         self._features = in_features, across
         self.op, self.causal = op, causal

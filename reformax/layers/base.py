@@ -129,12 +129,15 @@ class Layer(_Base):
         Raises:
           ValueError: other than `n_in`.
         """
-        found = (inputs,) if self.n_in == 1 or not isinstance(inputs, (tuple, list)) else inputs
+        found = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         if len(found) != self.n_in:
-            mask = ", the mask of masked=True last" if getattr(self, "masked", False) else ""
+            masked, several = getattr(self, "masked", None), self.n_in > 1
+            fix = "pass a tuple" if several else "pass one array"
+            fix += ", the mask of masked=True last" if masked else ""
+            fix += ", or set masked=True to pass a mask" if masked is False else ""
             raise ValueError(
-                f"{type(self).__name__} reads {self.n_in} inputs and got {len(found)}: pass a "
-                f"tuple{mask}"
+                f"{type(self).__name__} reads {self.n_in} input{'s' * several} and got "
+                f"{len(found)}: {fix}"
             )
         return tuple(found)
 
@@ -158,7 +161,10 @@ def check_shape(shape: Any) -> None:
     sizes = shape if isinstance(shape, tuple | list) else ()
     known = [n for n in sizes if not isinstance(n, jax.core.Tracer)]
     if not sizes or not all(isinstance(n, int | np.integer) and n > 0 for n in known):
-        raise ValueError(f"shape is {shown(shape)}: expected that of an input, such as x.shape")
+        raise ValueError(
+            f"shape is {shown(shape)}: expected that of an input without an axis of size 0, such "
+            "as x.shape"
+        )
 
 
 def check_weights(layer: Layer, params: Any, wanted: Iterable[str]) -> None:

@@ -35,6 +35,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 SUBLAYERS = {"attention": 0, "feed_forward": 1, "cross_attention": 2}
 
 
+# What an error suggests for a sublayer of a block.
+_EXAMPLES = {
+    "attention": "Attention(lsh.lsh(), n_heads=8, d_qk=64, d_v=64)",
+    "feed_forward": "FeedForward(2048)",
+    "cross_attention": "CrossAttention(dense.dense(), n_heads=8, d_qk=64, d_v=64)",
+}
+
+
 class TransformerBlock(NamedTuple):
     """One layer of the cycle: two sublayers, or three with cross-attention.
 
@@ -57,13 +65,19 @@ class TransformerBlock(NamedTuple):
 
 def _checked_block(block: Any) -> TransformerBlock:
     """A block, which may be given as a tuple or list; `SettingError` for what is none."""
+    if not isinstance(block, tuple | list) or len(block) not in (2, 3):
+        raise SettingError(
+            f"blocks has {shown(block)}: expected a list of "
+            "TransformerBlock(attention, feed_forward)"
+        )
     kinds = Attention, Layer, CrossAttention | None
-    is_sequence = isinstance(block, tuple | list) and len(block) in (2, 3)
-    if is_sequence and all(map(isinstance, block, kinds)):
-        return TransformerBlock(*block)
-    raise SettingError(
-        f"blocks has {shown(block)}: expected a list of TransformerBlock(attention, feed_forward)"
-    )
+    for name, layer, kind in zip(TransformerBlock._fields, block, kinds, strict=False):
+        if not isinstance(layer, kind):
+            raise SettingError(
+                f"blocks has {name} {shown(layer)}: expected a layer of reformax, such as "
+                f"{_EXAMPLES[name]}"
+            )
+    return TransformerBlock(*block)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

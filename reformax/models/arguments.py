@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from reformax.declared import SettingError
+from reformax.declared import SettingError, shown
 from reformax.ops.numerics.arrays import check_array, check_ids, check_lengths
 
 
@@ -56,7 +57,9 @@ def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
 
 
 def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:
-    """Raises a `ValueError` for the weights of a model of other sizes."""
+    """Raises a `ValueError` for the weights of a model of other sizes, and for what is none."""
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params is {shown(params)}: expected a dict, as of init_params")
     if params[name].shape != (vocab_size, d_model):
         raise ValueError(
             f"params[{name!r}] has shape {params[name].shape}: expected [vocab_size, d_model], "

@@ -41,7 +41,14 @@ from reformax.layers.relative import PositionBias
 from reformax.layers.remat import RematPolicy
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
-from reformax.models.designs import SHORTHANDS, Activation, Design, check_settings_read, read_by
+from reformax.models.designs import (
+    A_DESIGN,
+    SHORTHANDS,
+    Activation,
+    Design,
+    check_settings_read,
+    read_by,
+)
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import RotaryAngles
 from reformax.task import TaskModel
@@ -115,7 +122,7 @@ class Model(Layer, TaskModel):
     ff_activation: Activation | None = None
     ff_chunk_size: Count = 0
     norm_epsilon: NonNegative | None = None
-    design: Design = Design()
+    design: Annotated[Design, Called(A_DESIGN)] = Design()
     init_std: Positive | None = None
     scan_layers: bool = True
     dtype: Dtype = "float32"

@@ -136,6 +136,9 @@ def check_settings_read(
             )
 
 
+A_DESIGN = "a Design, such as designs.llama()"  # in errors
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Design:
     """The choices that a model's layers are made by; the defaults are the Reformer's.

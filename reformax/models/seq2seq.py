@@ -25,7 +25,7 @@ from reformax.layers.dropout import dropout
 from reformax.layers.rngs import split
 from reformax.models.arguments import Capacity, check_capacity, check_embedding, check_tokens
 from reformax.models.base import AttentionType, Model, PosType, Residual, Reversible
-from reformax.models.designs import Design
+from reformax.models.designs import A_DESIGN, Design
 from reformax.models.logits import capped, logits_product
 from reformax.models.packing import segment_positions, segmented, shift_right
 from reformax.ops import dense
@@ -85,7 +85,7 @@ class EncoderDecoder(Model):
     encoder_attention_type: AttentionType = dense.dense()
     decoder_attention_type: AttentionType = dense.dense()
     cross_attention_type: CrossAttentionType = dense.dense()
-    design: Design = Design(ff_activation="relu")
+    design: Annotated[Design, Called(A_DESIGN)] = Design(ff_activation="relu")
     ff_dropout: Rate | None = 0.0
     pos_type: PosType = "sinusoidal"
 

@@ -298,6 +298,8 @@ def build(model: Callable[..., Any], mode: str, n_classes: int | None = None) ->
     """
     check("model", model, Model)
     refusal = SettingError(f"model is {shown(model)}: expected {expected(Model)}")
+    if isinstance(model, TaskModel):  # which is a layer, and so can be called too
+        raise refusal
     try:
         inspect.signature(model).bind_partial(mode=mode)
     except (TypeError, ValueError):

@@ -19,7 +19,9 @@ Task = Annotated[task_lib.Task, Called("a task, such as stdlib.stdlib()")]
 Share = Annotated[
     float, Bounds(above=0, below=1, name="a share of the run's steps above 0 and below 1")
 ]
-Model = Annotated[Callable, Called("a model without its call, such as lm.ReformerLM")]
+Model = Annotated[
+    Callable, Called("a model without its call, such as lm.ReformerLM, or a function of mode")
+]
 
 
 @dataclass(frozen=True, kw_only=True)

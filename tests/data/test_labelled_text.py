@@ -194,3 +194,4 @@ def test_the_config_takes_the_number_of_classes_from_the_data(kind, tmp_path, no
     assert "n_classes=3'" in err
     code, out, err = call(evaluate.main, f"--output_dir={tmp_path}/run", "--split=test")
     assert code == 0 and "accuracy" in out, err
+    assert "\nrows: " in out and "\nwindows: " not in out

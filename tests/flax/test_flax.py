@@ -245,6 +245,9 @@ def test_what_a_module_refuses():
             dict(num_heads=8, use_rotary=True),
             "use_rotary is True and qkv_features 8, 1 a head: expected 2 at least",
         ),
+        (flash.flash(), dict(dtype="bf16"), "^dtype is 'bf16': expected one of floats"),
+        (flash.flash(), dict(dtype=jnp.int32), "^dtype is .*: expected one of floats"),
+        (flash.flash(), dict(param_dtype=jnp.complex64), "^param_dtype is .*: expected one of flo"),
         (flash.flash(), dict(rotary_base=5e5), "rotary_base is 500000.0 and use_rotary is False"),
         (
             hca.hca(rotary_features=2),
@@ -613,7 +616,7 @@ def test_dropout_alone_draws_where_nothing_is_hashed():
     np.testing.assert_array_equal(
         module.apply(weights, X, rngs=both), module.apply(weights, X, rngs={"attention": key})
     )
-    with pytest.raises(Exception, match='needs PRNG for "dropout"'):
+    with pytest.raises(SettingError, match="no stream 'dropout', and dropout_rate is 0.5: give"):
         module.apply(weights, X)
 
     for rngs in (nnx.Rngs(params=0, dropout=1), nnx.Rngs(params=0, attention=1), nnx.Rngs(0)):
@@ -628,7 +631,7 @@ def test_hashes_are_drawn_from_their_own_stream():
     op = lsh.lsh(chunk_len=4, n_hashes=1)
     module = linen.Attention(op, 2, dropout_rate=0.5)
     weights = module.init(jax.random.key(1), X)
-    with pytest.raises(Exception, match='needs PRNG for "attention"'):
+    with pytest.raises(SettingError, match="no stream 'attention', and lsh draws hashes: give one"):
         module.apply(weights, X, rngs={"dropout": jax.random.key(1)})
     with pytest.raises(SettingError, match="no stream 'attention', and lsh draws hashes: give one"):
         our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(params=0, dropout=1))

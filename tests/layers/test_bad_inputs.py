@@ -136,9 +136,17 @@ def test_weights_that_would_not_be_read_and_those_that_are_missing():
     refused("params is None: expected a dict, as of init_p", attention.apply, None, X)
 
 
-@pytest.mark.parametrize("blocks", [block(), [block().attention], [block()[::-1][1:]]])
-def test_what_is_no_block(blocks):
-    refused("blocks has ", layers.ResidualStack, blocks, 1)
+@pytest.mark.parametrize(
+    "blocks, message",
+    [
+        (block(), "blocks has Attention("),
+        ([block().attention], "blocks has Attention("),
+        ([block()[::-1][1:]], "blocks has attention FeedForward"),
+        ([(block().attention, "relu")], "blocks has feed_forward 'relu': expected a layer of"),
+    ],
+)
+def test_what_is_no_block(blocks, message):
+    refused(message, layers.ResidualStack, blocks, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.layers import Attention, ResidualStack, TransformerBlock
 from reformax.layers._trax import signature, tl
+from reformax.layers.feed_forward import FeedForward
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
+from reformax.ops import dense
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 
@@ -294,6 +297,24 @@ def test_a_mask_that_is_missing_is_said_in_one_line():
     for call in (lambda: layer.init(signature(X)), lambda: ready(X)):
         with pytest.raises(Exception, match="reads 2 inputs and got 1: .* the mask of masked=True"):
             call()
+
+
+def test_a_layer_of_trax_in_a_block_is_named():
+    attention = Attention(dense.dense(), n_heads=2, d_qk=8, d_v=8)
+    with pytest.raises(ValueError, match="feed_forward Dense_8: .*, such as FeedForward"):
+        ResidualStack([TransformerBlock(attention, tl.Dense(8))], 1)
+
+
+@pytest.mark.parametrize(
+    "layer, line",
+    [
+        (SelfAttention(**SIZES), "SelfAttention reads 1 input and got 2: .* set masked=True to"),
+        (FeedForward(16), "FeedForward reads 1 input and got 2: pass one array$"),
+    ],
+)
+def test_an_input_too_many_is_said_in_one_line(layer, line):
+    with pytest.raises(Exception, match=line):
+        layer.init(signature((X, MASK)))
 
 
 @pytest.mark.slow

@@ -554,6 +554,8 @@ def test_weights_of_another_size_are_told(model_fn, other, message):
     params = init(model_fn(**sizes | other))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
         model_fn(**sizes).apply(params, some_tokens())
+    with pytest.raises(ValueError, match="^params is None: expected a dict, as of init_params"):
+        model_fn(**sizes).apply(None, some_tokens())
     assert "\n" not in str(error.value)
 
 
