@@ -215,7 +215,7 @@ def read(
       params: its weights.
       prompts: the tokens of each. One that begins a text has at least one token.
       max_length: the most tokens that a text of the state may have. None: any number where all
-        attentions of the model are recurrences, and otherwise as many as are given, rounded up, and
+        attentions of the model are recurrences or windows, and otherwise as many as are given, rounded up, and
         as many again. With a state that has room for so many: None, or that.
       hash_seed: of the hashes of texts that begin, as in `stream`.
       state: of the texts that they go on from, as in `stream`.
@@ -245,7 +245,8 @@ def read(
     if max_length is not None and n > max_length:
         raise SettingError(f"prompts has a text of {n} tokens: max_length={max_length}, raise it")
     if max_length is None:
-        capacity = n + 1 if model.carries_state else int(min(2 * rounded(n), most))
+        endless = model.endless_from
+        capacity = int(min(2 * rounded(n) if endless is None else max(n + 1, endless), most))
     else:
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
@@ -263,7 +264,8 @@ def read(
 
 def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
     """The most tokens of texts that go on from what was read; 0: any number."""
-    if texts.room or max_length is not None or not model.carries_state:
+    endless = model.endless_from is not None and capacity >= model.endless_from
+    if texts.room or max_length is not None or not endless:
         return texts.room or capacity
     return 0
 
