@@ -36,12 +36,7 @@ PASSES = {
 Rows = dict[tuple[str, str, str, str], dict[str, str]]  # by attention, length, dropout, masked
 PLAIN, DROPOUT, MASKED = ("0.0", "False"), ("0.1", "False"), ("0.0", "True")
 LENGTH = "65536"  # of the page's table
-# Not in that table: memory is too small, or the page has figures that were measured since.
-UNSHOWN = ("dense, impl='xla'",)
-MEASURED_SINCE = (
-    *("flash", "memory_efficient", "dense", "shared_qk", "local", "longformer", "sinks"),
-    *("block_sparse", "lsh", "asymmetric_lsh", "smyrf", "routing", "moba", "nsa", "dsa", "csa"),
-)
+UNSHOWN = ("dense, impl='xla'",)  # in that table: memory is too small
 NONE = "–"
 
 # Milliseconds of FlashAttention's forward and backward pass on an A100, 16 rows of 8 heads of 64,
@@ -100,21 +95,21 @@ def table(rows: Rows, setting: tuple[str, str], column: str) -> str:
 
 
 def summary() -> str:
-    """The page's table: milliseconds, and what dropout and a mask multiply them by."""
+    """The page's table: milliseconds of each pass, and what dropout multiplies both by."""
     rows = read()
-    own = [FLASH_ATTENTION[x][-1] for x in (PLAIN, DROPOUT, MASKED)]
-    cells = short(own[0]), *(f"{x / own[0]:.2f}x" for x in own[1:])
-    lines = ["| ms | plain | dropout | mask |", "| --- | ---: | ---: | ---: |"]
-    lines.append(f"| FlashAttention, A100 | {' | '.join(cells)} |")
-    for name in dict.fromkeys(key[0] for key in rows):
-        if name in UNSHOWN + MEASURED_SINCE:
+    own, with_dropout = (FLASH_ATTENTION[x][-1] for x in (PLAIN, DROPOUT))
+    lines = ["| ms | forward | backward | both | dropout |"]
+    lines.append("| --- |" + " ---: |" * 4)
+    lines.append(
+        f"| FlashAttention, A100 | {NONE} | {NONE} | {short(own)} | {with_dropout / own:.2f}x |"
+    )
+    for name in dict.fromkeys(key[0] for key in rows if key[1] == LENGTH):
+        if name in UNSHOWN:
             continue
-        plain = rows.get((name, LENGTH, *PLAIN))
-        cells = [cell(plain, "combined_ms")]
-        for setting in (DROPOUT, MASKED):
-            row = rows.get((name, LENGTH, *setting))
-            of, number = milliseconds(plain), milliseconds(row)
-            cells.append(f"{number / of:.2f}x" if of and number else cell(row, "combined_ms"))
+        plain, dropped = (rows.get((name, LENGTH, *setting)) for setting in (PLAIN, DROPOUT))
+        cells = [cell(plain, column) for column in PASSES.values()]
+        of, number = milliseconds(plain), milliseconds(dropped)
+        cells.append(f"{number / of:.2f}x" if of and number else cell(dropped, "combined_ms"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

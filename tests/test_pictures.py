@@ -171,7 +171,7 @@ def test_the_table_of_times_is_that_of_the_file(script):
     assert tables.written(page) == page, "run python docs/attention_table.py"
     shown = re.findall(r"^\| (\w+) \| [\d<O]", page, re.MULTILINE)
     assert len(shown) == len(set(shown)), "an attention has figures of two measurements"
-    assert set(shown) == {key[0] for key in tables.read()} - set(tables.UNSHOWN) | {"csa"}
+    assert set(shown) == {key[0] for key in tables.read()} - set(tables.UNSHOWN)
 
 
 def test_all_tables_of_times_have_every_figure_of_the_file(script):
@@ -256,13 +256,10 @@ def test_figures_of_several_folders_are_one_file(script, tmp_path, monkeypatch):
     assert list(dict.fromkeys(key[0] for key in rows)) == ["flash", "dense", "linear"]
     assert list(dict.fromkeys(key[1] for key in rows)) == ["128", "65536"] and len(rows) == 20
     monkeypatch.setattr(tables, "read", lambda *_: rows)
-    assert "| flash |" not in tables.summary()  # whose figures stand elsewhere on the page
-    monkeypatch.setattr(tables, "MEASURED_SINCE", ())
     shown = tables.summary()
-    assert "| FlashAttention, A100 | 7,493 | 1.24x | 1.00x |" in shown
-    assert (
-        "| flash | 2,048 | 1.50x | 1.00x |" in shown and "| linear | 1,024 | – | 1.00x |" in shown
-    )
+    assert "| FlashAttention, A100 | – | – | 7,493 | 1.24x |" in shown
+    assert "| flash | 512 | 2,048 | 2,048 | 1.50x |" in shown
+    assert "| linear | 256 | 1,024 | 1,024 | – |" in shown
     printed = tables.tables()
     both = printed.partition("### 20.")[2]
     assert "| flash | 4.00 | 2,048 |" in both and "| dense | < 2.00 | 1,024 |" in both

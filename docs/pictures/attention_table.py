@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from style import Palette
 
 CSV = Path(__file__).resolve().parents[1] / "attention_table.csv"
-GPU = "H100"
+GPU = "H200"
 REFERENCE = "flash"
 PANELS = {
     "All keys": ("dense", "shared_qk", "memory_efficient", "dense, impl='xla'"),

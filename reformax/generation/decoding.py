@@ -215,8 +215,8 @@ def read(
       params: its weights.
       prompts: the tokens of each. One that begins a text has at least one token.
       max_length: the most tokens that a text of the state may have. None: any number where all
-        attentions of the model are recurrences or windows, and otherwise as many as are given, rounded up, and
-        as many again. With a state that has room for so many: None, or that.
+        attentions of the model are recurrences or windows, and otherwise as many as are given,
+        rounded up, and as many again. With a state that has room for so many: None, or that.
       hash_seed: of the hashes of texts that begin, as in `stream`.
       state: of the texts that they go on from, as in `stream`.
       mesh: devices that share the rows; None: one device.

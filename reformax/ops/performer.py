@@ -203,7 +203,7 @@ class performer(AttentionOp):
                     dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
                     x = (y.astype(dtype) for y in (queries, keys, v))
                     return mean(*x, -rise, impl=self.impl, **options).astype(v.dtype)
-                return mean(queries, keys, v, -rise, impl=features.impl, **options)
+                return mean(queries, keys, v, -rise, impl=self.impl, **options)
             rest, _ = running_max(scale, ids, reverse=True)
             queries, keys = features(q), features(k, jnp.maximum(largest, rest))
             values = with_ones(v.astype(accum_dtype(v.dtype)))
