@@ -38,8 +38,8 @@ KEPT = "mean"
 
 # The most features of keys; a GPU's program reads some at a time.
 MAX_FEATURES = 1024
-# The widest values of more than `NARROW_HEAD` features. On an H200 means of 128 columns by 256
-# features were wrong, which the same kernels, interpreted, compute right.
+# The widest values of more than `NARROW_HEAD` features. Means of 128 columns by 256 features were
+# wrong on an H200 before their kernel had one stage, and have not been measured there since.
 WIDEST_VALUES = 64
 
 

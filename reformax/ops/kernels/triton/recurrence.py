@@ -335,7 +335,9 @@ class _Launches(NamedTuple):
 
     def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
-        return tuple(self._each(output_kernel, (states, self.x.v), shapes))
+        # One stage: queries are operands and summed, and in a pipeline Triton gives such a tile one
+        # buffer, which the next block's overwrites while the product of the state may read it.
+        return tuple(self._each(output_kernel, (states, self.x.v), shapes, stages=1))
 
     def gradients(
         self, d_out, residuals: Residuals, d_total=None, initial=None, d_final=None, units=None
