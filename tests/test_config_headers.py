@@ -65,7 +65,8 @@ def unused(path, args, folder):
     data_dir = str(folder) if reads else None
     config.parse([str(path)], args.config, data_dir=data_dir, init_from=args.init_from)
 
-    def check(**options):
+    def check(has_data=True, **options):
+        del has_data
         dry_run.check(**options)
         return iter(())
 

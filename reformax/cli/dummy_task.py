@@ -50,9 +50,8 @@ def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iter
             lines = report(**settings, has_data=False)
         except (OSError, ImportError, TypeError):
             lines = None
-        if (
-            lines is None
-        ):  # not in the handler, where Python would note the second error in this one
+        # Not in the handler, where Python would note the second error in this one.
+        if lines is None:
             raise
     note = f"note: the data is not read ({why}): batches of zeros replace it"
     return settings, chain([note], lines)

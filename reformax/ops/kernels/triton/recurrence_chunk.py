@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.triton.common import load, power_of_two, tile_product
+from reformax.ops.masking.visibility import same_segment
 
 L = 64  # rows of a chunk
 BITS = 6  # of the index of a row
@@ -252,7 +253,7 @@ class ChunkRows(NamedTuple):
         mask = j < i if exclude_self else j <= i
         if self.x.ids is not None:
             ids = self._number("ids")
-            mask = mask & (ids[:, None] == ids[None, :])
+            mask = mask & same_segment(ids[:, None], ids[None, :])
         return mask
 
     # Factors of decay and of the delta rule. Those of a head belong to rows: they multiply products
@@ -276,7 +277,7 @@ class ChunkRows(NamedTuple):
         return pairs if self.x.ids is None else jnp.where(self._old()[None, :], pairs, 0)
 
     def _old(self) -> Bool[Array, " L"]:
-        return self._number("ids") == self._number("last_id")
+        return same_segment(self._number("ids"), self._number("last_id"))
 
     def to_new(self, x, columns=None) -> Float[Array, "L H"]:
         """Keys that are written to the state after the chunk, decayed by feature."""
@@ -294,7 +295,7 @@ class ChunkRows(NamedTuple):
             y = y * jnp.exp(jnp.minimum(self.end_decay() - self.decay(), 0))
         if self.x.ids is None:
             return y
-        return jnp.where((self._number("ids") == self._number("end_id"))[:, None], y, 0)
+        return jnp.where(same_segment(self._number("ids"), self._number("end_id"))[:, None], y, 0)
 
     def times_beta(self, y) -> Float[Array, "L J"]:
         """Rows times the delta rule's factor."""
@@ -315,7 +316,7 @@ class ChunkRows(NamedTuple):
             state = jnp.where(kept > 0, kept * state, 0)
         if self.x.ids is None:
             return state
-        one_segment = self._number("last_id") == self._number("end_id")
+        one_segment = same_segment(self._number("last_id"), self._number("end_id"))
         return jnp.where(one_segment[:, None], state, 0)
 
     def _end(self, columns) -> Float[Array, "_ 1"]:
