@@ -264,10 +264,10 @@ def read(
 
 def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
     """The most tokens of texts that go on from what was read; 0: any number."""
-    endless = model.endless_from is not None and capacity >= model.endless_from
-    if texts.room or max_length is not None or not endless:
-        return texts.room or capacity
-    return 0
+    if texts.model is not None:
+        return texts.room  # that of their caches stays
+    is_endless = model.endless_from is not None and capacity >= model.endless_from
+    return 0 if is_endless and max_length is None else capacity
 
 
 def _blocks(

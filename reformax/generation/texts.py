@@ -104,9 +104,9 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
             f"state has caches of context={before}, and this call's mesh and divide_caches have "
             f"context={now}: give those with which its text was read, or read it again"
         )
-    rng = jax.random.PRNGKey(0)
-    given = mesh, params, rng, np.zeros(n, np.int32)
-    shapes = compiled_first_state.eval_shape(model, int(state.room) or model.endless_from, *given)
+    capacity = int(state.room) or model.endless_from  # None: its texts all end
+    given = mesh, params, jax.random.PRNGKey(0), np.zeros(n, np.int32)
+    shapes = capacity and compiled_first_state.eval_shape(model, capacity, *given)
     if (
         np.max(state.token) >= model.vocab_size
         or jax.tree.structure(state.model) != jax.tree.structure(shapes)
