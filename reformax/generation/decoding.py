@@ -266,8 +266,7 @@ def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> in
     """The most tokens of texts that go on from what was read; 0: any number."""
     if texts.model is not None:
         return texts.room  # that of their caches stays
-    is_endless = model.endless_from is not None and capacity >= model.endless_from
-    return 0 if is_endless and max_length is None else capacity
+    return 0 if max_length is None and model.is_endless(capacity) else capacity
 
 
 def _blocks(

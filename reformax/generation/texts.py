@@ -97,9 +97,9 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
     n = len(state.token)
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
-    # Whole caches have positions in another order than divided ones.
+    # Whole caches have positions in another order than divided ones. Those of one size are whole.
     before, now = int(state.parts), parts_of(mesh)
-    if before != now and not model.carries_state:
+    if before != now and model.endless_from is None:
         raise SettingError(
             f"state has caches of context={before}, and this call's mesh and divide_caches have "
             f"context={now}: give those with which its text was read, or read it again"

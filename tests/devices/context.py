@@ -623,10 +623,11 @@ def test_windows_and_first_tokens_are_whole_on_each_device():
     prompts, options = [[*range(16)], [3, 1]], dict(temperature=0)
     want = generation.generate(model, params, prompts, 7, **options)
     shared = dict(mesh=CONTEXT, divide_caches=True)
-    state = generation.read(model, params, prompts, **shared)
-    assert not state.room
-    got = generation.generate(model, params, [[]] * 2, 7, state=state, **options, **shared)
-    np.testing.assert_array_equal(got, want)
+    for mesh in (shared, {}):
+        state = generation.read(model, params, prompts, **mesh)
+        assert not state.room
+        got = generation.generate(model, params, [[]] * 2, 7, state=state, **options, **shared)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_a_device_holds_its_part_of_the_caches():
