@@ -127,7 +127,7 @@ def ratios(rows: Rows, references: Mapping[str, float]) -> str:
 
 
 def tables(path: Path = CSV) -> str:
-    """The thirteen tables of a CSV as Markdown, less those of settings that it lacks, and ratios."""
+    """The tables of a CSV as Markdown, those of settings that it has, and two of ratios."""
     rows, parts = read(path), []
     measured = {key[2:] for key in rows}
     numbers = itertools.count(9)
