@@ -246,7 +246,8 @@ def read(
         raise SettingError(f"prompts has a text of {n} tokens: max_length={max_length}, raise it")
     if max_length is None:
         endless = model.endless_from
-        capacity = int(min(2 * rounded(n) if endless is None else max(n + 1, endless), most))
+        wanted = 2 * rounded(n) if endless is None else max(rounded(n + 1), endless)
+        capacity = int(min(wanted, most))
     else:
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)

@@ -131,6 +131,17 @@ def test_further_lengths_compile_nothing(both):
     assert (start._cache_size(), go_on._cache_size()) == before
 
 
+def test_lengths_of_texts_without_end_share_a_program():
+    """Whether prompts are read in pieces or, as with sinks, whole."""
+    for op in (OPS["linear"], sinks.sinks(window=3)):
+        model, params = build(op, n_layers=1)
+        caches, sizes = (generation.reading.prefill, generation.texts.compiled_first_state), []
+        for n in (5, 6, 40):
+            generation.read(model, params, [[1] * n])
+            sizes.append([x._cache_size() for x in caches])
+        assert sizes[0] == sizes[1] == sizes[2], op
+
+
 @pytest.mark.slow
 def test_errors(both):
     model, params = both
