@@ -223,7 +223,6 @@ class TaskModel:
       dtype: of its products.
       backbone_names: the parameters that are no heads; empty: it does not say.
       kept_mass_layers: the numbers, from 1 on, of the layers that `kept_mass` measures.
-      carries_state: whether the state of a text that it generates has one size, at any length.
       endless_from: the capacity from which on its texts go on without end; None: there is none.
       reads_ahead: whether a prompt may be read in pieces, at the cost of reading it whole.
       angles_change_after: the length beyond which all positions of a text rotate otherwise; None:
@@ -237,10 +236,13 @@ class TaskModel:
     dtype: str = "float32"
     backbone_names: Sequence[str] = ()
     kept_mass_layers: Sequence[int] = ()
-    carries_state: bool = False
     endless_from: int | None = None
     reads_ahead: bool = False
     angles_change_after: int | None = None
+
+    def is_endless(self, capacity: int) -> bool:
+        """Whether texts whose caches have this capacity go on without end."""
+        return self.endless_from is not None and capacity >= self.endless_from
 
     def with_n_hashes(self, n: int) -> TaskModel | None:
         """The model with `n` hashes in all attention that hashes; None where none does."""

@@ -230,13 +230,14 @@ def test_a_flag_in_place_of_a_setting_has_its_value(setting, flag):
     assert line == f"set {flag}, or not"
 
 
-def test_an_argument_that_is_missing_is_named_as_a_setting(answer, tmp_path):
-    settings = "import optax", "loop.train.optimizer=@optax.adam()"
+@pytest.mark.parametrize("name", ["optax.adam", "optax.adamw"])
+def test_an_argument_that_is_missing_is_named_as_a_setting(name, answer, tmp_path):
+    """The config also sets arguments of an `adamw` that it then does not call."""
+    settings = "import optax", f"loop.train.optimizer=@{name}()"
     flags = [f"--config={x}" for x in settings]
     line = answer("train", f"--output_dir={tmp_path}", *flags)
     assert line == (
-        "the config sets no learning_rate of optax.adam: give "
-        "--config='optax.adam.learning_rate=VALUE'"
+        f"the config sets no learning_rate of {name}: give --config='{name}.learning_rate=VALUE'"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -44,14 +45,12 @@ def reported(report: Callable[..., Iterator[str]]) -> tuple[dict[str, Any], Iter
             raise
         names = parsed.arguments_of(loop.train) - {"task"}
         why = "no data_dir" if without else messages.first_line(error)
-        try:
+        lines = None
+        with suppress(OSError, ImportError, TypeError):
             settings = parsed.bindings(loop.train, names)
             settings["task"] = task_of(build(settings["model"], "train"))
             lines = report(**settings, has_data=False)
-        except (OSError, ImportError, TypeError):
-            lines = None
-        # Not in the handler, where Python would note the second error in this one.
-        if lines is None:
+        if lines is None:  # raised here, the error has no other as its context
             raise
     note = f"note: the data is not read ({why}): batches of zeros replace it"
     return settings, chain([note], lines)

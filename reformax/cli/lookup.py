@@ -102,9 +102,13 @@ def _functions() -> dict[str, str]:
 
 
 def function_of(called: str) -> str:
-    """'module.function' of what gin calls by its last name, 'scope/function'."""
+    """'module.function' of what gin calls by its last name, 'scope/function'.
+
+    Others of that name may be set, but only those that the config refers to are called.
+    """
     scope, _, name = called.rpartition("/")
-    found = next((x for x in _functions() if x.endswith(f".{name}")), name)
+    referred = [short(selector) for _, selector in all_references()]
+    found = next((x for x in [*referred, *_functions()] if x.endswith(f".{name}")), name)
     return f"{scope}/{found}" if scope and not is_macro(scope) else found
 
 

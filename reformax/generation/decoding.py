@@ -246,7 +246,8 @@ def read(
         raise SettingError(f"prompts has a text of {n} tokens: max_length={max_length}, raise it")
     if max_length is None:
         endless = model.endless_from
-        capacity = int(min(2 * rounded(n) if endless is None else max(n + 1, endless), most))
+        wanted = 2 * rounded(n) if endless is None else max(rounded(n + 1), endless)
+        capacity = int(min(wanted, most))
     else:
         capacity = capacity_of(n, 0, max_length, model.max_length)
     last = np.array([row[-1] for row in texts.rows], np.int32)
@@ -264,10 +265,9 @@ def read(
 
 def _room_of(model, texts: Resumed, capacity: int, max_length: int | None) -> int:
     """The most tokens of texts that go on from what was read; 0: any number."""
-    endless = model.endless_from is not None and capacity >= model.endless_from
-    if texts.room or max_length is not None or not endless:
-        return texts.room or capacity
-    return 0
+    if texts.model is not None:
+        return texts.room  # that of their caches stays
+    return 0 if max_length is None and model.is_endless(capacity) else capacity
 
 
 def _blocks(

@@ -97,16 +97,16 @@ def _check(model, params, state: Any, n_rows: int, mesh: Mesh | None) -> None:
     n = len(state.token)
     if n not in (1, n_rows):
         raise ValueError(f"state has {n} rows and prompts {n_rows}: expected as many, or one row")
-    # Whole caches have positions in another order than divided ones.
+    # Whole caches have positions in another order than divided ones. Those of one size are whole.
     before, now = int(state.parts), parts_of(mesh)
-    if before != now and not model.carries_state:
+    if before != now and model.endless_from is None:
         raise SettingError(
             f"state has caches of context={before}, and this call's mesh and divide_caches have "
             f"context={now}: give those with which its text was read, or read it again"
         )
-    rng = jax.random.PRNGKey(0)
-    given = mesh, params, rng, np.zeros(n, np.int32)
-    shapes = compiled_first_state.eval_shape(model, int(state.room) or model.endless_from, *given)
+    capacity = int(state.room) or model.endless_from  # None: its texts all end
+    given = mesh, params, jax.random.PRNGKey(0), np.zeros(n, np.int32)
+    shapes = capacity and compiled_first_state.eval_shape(model, capacity, *given)
     if (
         np.max(state.token) >= model.vocab_size
         or jax.tree.structure(state.model) != jax.tree.structure(shapes)

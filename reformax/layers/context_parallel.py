@@ -250,7 +250,8 @@ def placed_cache(op: AttentionOp, cache: T) -> T:
     """
     if devices.current() is None:
         return cache
-    if (n := devices.n_sequence_shards()) > 1 and op.cache_grows and not op.divides_cache:
+    grows = op.endless_from is None
+    if (n := devices.n_sequence_shards()) > 1 and grows and not op.divides_cache:
         raise SettingError(
             f"mesh has context={n} and op is {op}, whose cache is not divided by position: use "
             "context=1, or an op such as flash.flash() or shared_qk.shared_qk()"

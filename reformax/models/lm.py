@@ -265,17 +265,12 @@ class LanguageModel(Backbone):
 
     def _held(self, capacity: int) -> Capacity:
         """The capacity of a state whose caches have this one."""
-        is_endless = self.endless_from is not None and capacity >= self.endless_from
-        return Capacity(self.max_length if is_endless else capacity)
+        return Capacity(self.max_length if self.is_endless(capacity) else capacity)
 
     @property
     def angles_change_after(self) -> int | None:
         rotary = self.design.rotary
         return rotary.trained_length if rotary.scaling == "longrope" else None
-
-    @property
-    def carries_state(self) -> bool:
-        return all(block.attention.op.carries_state for block in self._layers.blocks)
 
     @property
     def endless_from(self) -> int | None:

@@ -160,15 +160,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return "heads" in self.shards or "key heads" in self.shards
 
     @property
-    def cache_grows(self) -> bool:
-        """Whether the cache of decoding is larger for longer texts."""
-        return not (self.carries_state or self.local)
-
-    @property
     def endless_from(self) -> int | None:
         """The capacity from which on decoding goes on without end; None: its cache has an end.
 
-        A larger one makes no larger cache.
+        A larger capacity makes no larger cache.
         """
         return 1 if self.carries_state else None
 

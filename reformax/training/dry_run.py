@@ -269,7 +269,7 @@ def _check_beginning(
             info = {"step": newest, **checkpoints.extra(newest)}
             first_state.check_same_source(settings.init_from, info)
         elif settings.init_from is not None:
-            starting_weights.found(settings.init_from)
+            starting_weights.check_whole(settings.init_from)
         return
     is_kept = checkpoints is not None and run_setup.has_vocabulary(checkpoints.folder.parent)
     if newest is not None:

@@ -63,6 +63,12 @@ def check(
     return CheckpointReader(folder).check_params(step, like, *options)
 
 
+def check_whole(init_from: str | os.PathLike) -> None:
+    """Raises as `read` of a checkpoint that is missing, damaged or unreadable."""
+    folder, step = found(init_from)
+    CheckpointReader(folder).check(step)
+
+
 def check_vocabulary(
     init_from: str | os.PathLike, info: dict[str, Any], vocabulary: str | None
 ) -> None:

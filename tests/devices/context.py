@@ -35,6 +35,7 @@ from reformax.ops import (
     nsa,
     nystromformer,
     shared_qk,
+    sinks,
     smyrf,
 )
 from reformax.ops.calls.dispatch import INTERPRETED
@@ -610,6 +611,23 @@ def test_biases_reach_divided_caches():
     shared = dict(mesh=CONTEXT, divide_caches=True)
     got = generation.generate(model, params, prompts, 7, **options, **shared)
     np.testing.assert_array_equal(got, want)
+
+
+def test_windows_and_first_tokens_are_whole_on_each_device():
+    """Their cache has one size, so texts go on without end."""
+    sizes = dict(vocab_size=16, d_model=8, d_ff=16, n_layers=1, n_heads=2, mode="eval")
+    op = sinks.sinks(window=6, n_sinks=2)
+    model = TransformerLM(**sizes, attention_type=op, pos_type="rotary")
+    params = jax.device_get(model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["w"] = params["logits"]["w"] * 8
+    prompts, options = [[*range(16)], [3, 1]], dict(temperature=0)
+    want = generation.generate(model, params, prompts, 7, **options)
+    shared = dict(mesh=CONTEXT, divide_caches=True)
+    for mesh in (shared, {}):
+        state = generation.read(model, params, prompts, **mesh)
+        assert not state.room
+        got = generation.generate(model, params, [[]] * 2, 7, state=state, **options, **shared)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_a_device_holds_its_part_of_the_caches():

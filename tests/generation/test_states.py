@@ -10,6 +10,7 @@ from reformax import generation
 from reformax.declared import SettingError, Unsupported
 from reformax.models import TransformerLM
 from reformax.ops import (
+    dense,
     gated_delta,
     gated_linear,
     kda,
@@ -17,6 +18,7 @@ from reformax.ops import (
     local,
     performer,
     retention,
+    sinks,
 )
 from tests.helpers import assert_trees_close
 from tests.layers import plain
@@ -78,6 +80,20 @@ def test_windows_go_on_without_end():
     assert got == want.tolist()
 
 
+@pytest.mark.parametrize("max_length", [None, 20])
+def test_a_short_text_of_wide_windows_stays_without_end(max_length):
+    """A call's cache would be smaller than the window, but the state's is as large."""
+    model, params = build(sinks.sinks(window=80))
+    state, got = generation.read(model, params, [[3, 1]]), []
+    for _ in range(2):
+        options = dict(temperature=0, state=state, return_state=True, max_length=max_length)
+        (row,), state = generation.generate(model, params, [[]], 5, **options)
+        got += row.tolist()
+        assert not state.room
+    (want,) = generation.generate(model, params, [[3, 1]], 10, temperature=0)
+    assert got == want.tolist()
+
+
 def test_a_row_that_has_ended_stays_at_its_end(both):
     model, params = both
     options = dict(seed=5, return_state=True)
@@ -115,6 +131,17 @@ def test_further_lengths_compile_nothing(both):
     assert (start._cache_size(), go_on._cache_size()) == before
 
 
+def test_lengths_of_texts_without_end_share_a_program():
+    """Whether prompts are read in pieces or, as with sinks, whole."""
+    for op in (OPS["linear"], sinks.sinks(window=3)):
+        model, params = build(op, n_layers=1)
+        caches, sizes = (generation.reading.prefill, generation.texts.compiled_first_state), []
+        for n in (5, 6, 40):
+            generation.read(model, params, [[1] * n])
+            sizes.append([x._cache_size() for x in caches])
+        assert sizes[0] == sizes[1] == sizes[2], op
+
+
 @pytest.mark.slow
 def test_errors(both):
     model, params = both
@@ -136,6 +163,8 @@ def test_errors(both):
          lambda: generate(short, of_short, state=state)),
         (ValueError, "^state is of another model: read its text again, by generation.read$",
          lambda: generate(few, of_few, [[1]] * 3, state=state)),
+        (ValueError, "^state is of another model: read its text again, by generation.read$",
+         lambda: generate(*build(dense.dense()), state=state)),
         (Unsupported, "^op is local.*: it has no step to decode with",
          lambda: generate(circle, its, return_state=True)),
         (Unsupported, "^op is local.*: it has no", lambda: generation.read(circle, its, PROMPTS)),

@@ -262,7 +262,7 @@ def test_windows_and_recurrences_go_on_without_end():
     """Where the capacity holds what a window shows."""
     model = TransformerLM(**SMALL | dict(n_layers=3), attention_type=WINDOWS, pos_type="rotary")
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
-    assert model.endless_from == 8 and not model.carries_state
+    assert model.endless_from == 8
     whole = np.asarray(jax.jit(model.apply)(params, tokens, RNG))
     weights = model.for_decoding(params)
     for capacity in (8, 7):

@@ -171,7 +171,7 @@ def test_outputs_in_one_scan(kind, packed, groups, monkeypatch):
     initial = None if groups > 1 else initial.astype(np.float32)
 
     def run(fewest):
-        monkeypatch.setattr(kernel, "HALF", fewest)
+        monkeypatch.setattr(kernel, "LEAST_SCANNING", fewest)
         run = functools.partial(kernel.forward, interpret=True, groups=groups)
         jaxpr = str(jax.make_jaxpr(run)(inputs, ids, None, initial))
         assert ("recurrence_output" in jaxpr) == (fewest > 1)

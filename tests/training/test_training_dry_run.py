@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax.data.vocabulary import SentencePieces
-from reformax.training import dry_run, loop, optimizer
+from reformax.training import dry_run, loop, manifest, optimizer
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import TrainState
 from tests.training import tiny, worker
@@ -144,9 +144,23 @@ def test_without_data_only_what_it_decides_is_not_checked(made, monkeypatch):
         ("new", {"init_from": "pieces"}),
     ):
         dry_run.report(output_dir=folder, has_data=False, **arguments(settings))
-    for folder, settings in (("begun", other), ("new", none), ("file", {})):
+    damaged = {"init_from": "damaged/checkpoints/2"}
+    for folder, settings in (("begun", other), ("new", none), ("new", damaged), ("file", {})):
         with pytest.raises((ValueError, OSError)):
             dry_run.report(output_dir=folder, has_data=False, **arguments(settings))
+
+
+def test_weights_that_cannot_be_read_are_not_taken_for_data(made, monkeypatch):
+    """The command retries without data after an error of the system, which must come again."""
+    monkeypatch.chdir(made)
+
+    def fails(folder, *_, **__):
+        raise PermissionError(13, os.strerror(13), str(folder))
+
+    monkeypatch.setattr(manifest, "damage", fails)
+    for has_data in (True, False):
+        with pytest.raises(OSError, match="other/checkpoints/2"):
+            dry_run.report(has_data=has_data, **arguments({"init_from": "other"}))
 
 
 def test_a_split_is_checked_once_its_vocabulary_is_learnt():

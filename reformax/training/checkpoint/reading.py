@@ -121,13 +121,18 @@ class CheckpointReader:
         tensors, info = self._read(step, self._whole(step, like), shardings)
         return as_tree(tensors, like, ""), info
 
-    def check(self, step: int, like: Any) -> dict[str, Any]:
-        """Raises as `restore` does of a checkpoint that does not fit, or is damaged.
+    def check(self, step: int, like: Any = None) -> dict[str, Any]:
+        """Raises as `restore` does of a checkpoint that does not fit `like`, or is damaged.
+
+        Args:
+          step: the checkpoint's.
+          like: as in `restore`; None: any tensors fit.
 
         Returns:
           The dict that `restore` returns; no tensor is decoded.
         """
-        described, _ = self._chosen(step, self._whole(step, like))
+        choose = (lambda there: {}) if like is None else self._whole(step, like)
+        described, _ = self._chosen(step, choose)
         return self._info(described)
 
     def _whole(self, step: int, like: Any) -> Callable[[Shapes], Shapes]:

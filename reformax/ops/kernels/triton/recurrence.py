@@ -46,9 +46,12 @@ from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.unit_length import UnitRows
 
 F32 = jnp.float32
-# Programs that fill a GPU of 132 processors, two of which one holds, but of the delta rule with
-# decays by head; those that fill half of it; and the fewest chunks of a group.
-PROGRAMS, HALF, LEAST_CHUNKS = 264, 64, 16
+# Programs that fill a GPU of 132 processors: two run on each, but one of the delta rule with decays
+# by head.
+PROGRAMS = 264
+# The fewest programs whose scan also computes the outputs: about half of the processors.
+LEAST_SCANNING = 64
+LEAST_CHUNKS = 16  # of a group
 # Warps of a program.
 WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
 STAGES = 3  # pipeline stages of the kernels that loop over chunks
@@ -169,15 +172,15 @@ class _Launches(NamedTuple):
         """Whether the programs that pass states on compute the outputs too.
 
         They hold the queries, keys, values and reads of three chunks, and pairs of rows, which with
-        decays by feature are too many tiles. They take longer a chunk, in which a GPU that they do
-        not fill waits.
+        decays by feature are too many tiles. A chunk takes them longer, which pays if they keep
+        half of a GPU busy.
         """
         (batch, _, n_heads, d_k), blocks = self.x.k.shape, self._blocks
         n_programs = batch * n_heads * self.plan.n_groups * blocks.grid(d_k, self.x.v.shape[3])
         row = (blocks.h * (2 if self.x.beta is None else 3) + blocks.v) * self.plan.dtype.itemsize
         fits = STAGES * L * row < 0.75 * 1024 * dispatch.shared_kib()
         whole = blocks.h >= d_k and not (self.by_feature or self.plan.mean)
-        return fits and whole and n_programs >= HALF
+        return fits and whole and n_programs >= LEAST_SCANNING
 
     def outputs(
         self, solved, initial: RecurrenceStates | None = None

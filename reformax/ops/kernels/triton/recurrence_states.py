@@ -81,9 +81,9 @@ def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights=None) -> Recurr
 
 
 def states_kernel(x, solved, begins, states, values, out, ends, *, plan, blocks) -> None:
-    """The state before each chunk and the written values, or the outputs, which read them here.
+    """The state before each chunk and the written values; or the outputs, and neither of these.
 
-    Or the state at the end of each group alone.
+    In the first of two passes: the state at the end of each group alone.
 
     Args:
       solved: the delta rule; None for others.
