@@ -35,7 +35,7 @@ there.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
-command or its config is wrong.
+command, its config or its input is wrong.
 
 Several processes score together as they train, by the same flags; one prints and writes. They do
 not translate.
