@@ -223,10 +223,10 @@ def test_a_flag_keeps_its_name_beside_settings_of_the_same_name(call):
 
     def main():
         parser.parse_args(["--length=5"])
-        raise ValueError("length=5 and eval_length=5, --length=5, a.length=5, length=50: length is 5")
+        raise ValueError("length=5, eval_length=5, --length=5, a.length=5, length=50, length is 5")
 
     assert call(main)[2] == (
-        "error: --length=5 and eval_length=5, --length=5, a.length=5, length=50: --length is 5\n"
+        "error: --length=5, eval_length=5, --length=5, a.length=5, length=50, --length is 5\n"
     )
 
 

@@ -29,6 +29,10 @@ _IN_FLIGHT = 2
 _TOKEN_BYTES = 4 + 4 + 4 + 8
 # Evaluations of as many tokens at a time are traced first, to know what memory they take.
 _LARGE = 2**20
+# Positions that a CPU computes in some seconds.
+_A_WAIT = 2**17
+# Batches of so many times the tokens that a split has are worth a note.
+_MOSTLY_PADDED = 10
 
 
 # What a model does, and which models do it, by the kind of its tasks.
@@ -133,6 +137,43 @@ def check_features(rows: int, length: int, n_features: int, fix: str) -> None:
     """Raises `SettingError` for rows whose features, before and after a layer, no device holds."""
     what = f"features of {rows:,} rows of {length:,} positions"
     memory.check(what, 2 * 4 * rows * length * n_features, fix)
+
+
+def work_in_words(
+    task, split: str, length: int, stride: int, max_tokens: int | None = None
+) -> str | None:
+    """A line on what an evaluation scores, for before it; None where it takes no wait.
+
+    The first line of progress comes after the first batch, which is compiled, and half a minute.
+    """
+    _, n_targets = within(max_tokens, task, split)
+    words, n_positions = f"{split}: scoring {n_targets:,} targets", n_targets
+    if task.labels is not None:
+        n_positions = n_targets * length
+    elif task.translation is None:
+        n_windows = -(-n_targets // stride)
+        words, n_positions = f"{words} in {n_windows:,} windows of {length:,}", n_windows * length
+    return words if n_positions >= _A_WAIT else None
+
+
+def padding_note(task, split: str, batch_size: int, length: int, prefix: str = "") -> str | None:
+    """A line on windows of a text that are nearly all padding; None where they are not, or small.
+
+    Args:
+      task, split, batch_size, length: of the evaluation.
+      prefix: before the names of its sizes: 'eval_' in training.
+    """
+    n, of_batch = task.n_targets(split), batch_size * length
+    of_windows = task.translation is None and task.labels is None
+    if not of_windows or of_batch < _LARGE or n * _MOSTLY_PADDED > of_batch:
+        return None
+    fix = f"{prefix}batch_size={-(-n // length)}"
+    if n < length:
+        fix = f"{prefix}length={max(1, n // batch_size)} or less"
+    return (
+        f"{1 - n / of_batch:.1%} of what is computed is padding: {split} has {n:,} tokens, and "
+        f"{batch_size} windows of {length:,} have {of_batch:,}: set {fix}"
+    )
 
 
 def evaluate(

@@ -2,8 +2,6 @@
 
 import sys
 
-import pytest
-
 import evaluate
 from reformax.cli import lm_eval, task_scores
 
