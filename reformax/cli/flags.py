@@ -47,7 +47,8 @@ def names_in_use() -> list[str]:
 def as_given(line: str) -> str:
     """An error's line with the flags of the command line as they were typed: --init_from=FOLDER."""
     for name, value in _given.items():
-        with_value = rf"{name}(?=={re.escape(str(value))}(?!\w)| is {re.escape(shown(value))})"
+        text, words = re.escape(str(value)), re.escape(shown(value))
+        with_value = rf"{name}(?=={text}(?!\w)| is (?:{text}|{words})(?!\w))"
         line = re.sub(rf"(?<![\w./@%('\"=-]){with_value}", f"--{name}", line)
     return line
 

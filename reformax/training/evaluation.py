@@ -29,6 +29,7 @@ _IN_FLIGHT = 2
 _TOKEN_BYTES = 4 + 4 + 4 + 8
 # Evaluations of as many tokens at a time are traced first, to know what memory they take.
 _LARGE = 2**20
+_SIZES = "batch_size or length"  # of `evaluate`, to lower
 # Positions that a CPU computes in some seconds.
 _A_WAIT = 2**17
 # Batches of so many times the tokens that a split has are worth a note.
@@ -89,10 +90,11 @@ def check_positions(
     length: int,
     stride: int,
     mesh: Mesh | None = None,
+    fix: str = "eval_batch_size or eval_length",
 ) -> int:
     """Traces an evaluation: a row that the positions cannot hold fails now, not at step 1,000.
 
-    Takes the arguments of `evaluate`; `params` may be shapes alone.
+    Takes the arguments of `evaluate`; `params` may be shapes alone. `fix` names the sizes to lower.
 
     Returns:
       The number of features of a position.
@@ -122,7 +124,7 @@ def check_positions(
     found = jax.eval_shape(features, params, inputs, rng)
     n_features = found.shape[-1]
     rows = n_rows // (1 if mesh is None else devices.n_row_shards(mesh))
-    check_features(rows, longest, n_features, "eval_batch_size or eval_length")
+    check_features(rows, longest, n_features, fix)
     return n_features
 
 
@@ -152,7 +154,8 @@ def work_in_words(
         n_positions = n_targets * length
     elif task.translation is None:
         n_windows = -(-n_targets // stride)
-        words, n_positions = f"{words} in {n_windows:,} windows of {length:,}", n_windows * length
+        windows = f"{n_windows:,} window{'s' * (n_windows > 1)} of {length:,}"
+        words, n_positions = f"{words} in {windows}", n_windows * length
     return words if n_positions >= _A_WAIT else None
 
 
@@ -235,7 +238,7 @@ def evaluate(
     chosen, budget = within(max_tokens, task, split)
     if batch_size * length >= _LARGE:
         sizes = dict(batch_size=batch_size, length=length, stride=stride)
-        check_positions(model, params, task, split, **sizes, mesh=mesh)
+        check_positions(model, params, task, split, **sizes, mesh=mesh, fix=_SIZES)
     params = place(params, devices.placement(params, mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
     n_targets = task.n_targets(split)
@@ -263,7 +266,7 @@ def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -
     """The devices of an evaluation; `ValueError` where its vocabularies or sizes do not fit."""
     check_model(model, task)
     check("batch_size", batch_size, Size)
-    check_tokens(batch_size, length, "batch_size or length")
+    check_tokens(batch_size, length, _SIZES)
     mesh = mesh or mesh_lib.make()
     mesh_lib.check_length("eval length", length, mesh)
     check_mesh(task, mesh)

@@ -196,20 +196,17 @@ def test_errors_in_one_line(source, target, message, tmp_path, call):
     assert err.count("\n") == 1 and not out
 
 
-@pytest.mark.parametrize("value, message, ends_with", [
-    (math.nan, "embedding has numbers that are not finite", 2),
-    (3e38, "computes something else: its logits are not finite; ", 1),
+@pytest.mark.parametrize("value, message", [
+    (math.nan, "embedding has numbers that are not finite"),
+    (3e38, "computes something else: its logits are not finite; "),
 ])  # fmt: skip
-def test_what_is_not_finite_is_refused_and_leaves_nothing(
-    value, message, ends_with, tmp_path, call
-):
+def test_what_is_not_finite_is_refused_and_leaves_nothing(value, message, tmp_path, call):
     params = random_params(ENWIK8_LIKE)
     part = "embedding" if math.isnan(value) else "norm"
     params[part] = jax.tree.map(lambda w: np.full_like(w, value), params[part])
     hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, params)
     code, _, err = convert(call, tmp_path / "hf", tmp_path / "a/b/run")
-    assert code == ends_with and err.startswith("error: ") and message in err
-    assert err.count("\n") == 1
+    assert code == 1 and err.startswith("error: ") and message in err and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

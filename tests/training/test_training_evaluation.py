@@ -210,6 +210,14 @@ def test_windows_of_padding_are_noted(batch_size, length, says):
     assert evaluation.padding_note(whole, "valid", 1, 2**20) is None  # a quarter of it is text
 
 
+def test_rows_that_no_memory_holds_are_told_by_the_names_of_the_call(monkeypatch):
+    fixes = []
+    monkeypatch.setattr(evaluation, "_LARGE", 1)
+    monkeypatch.setattr(evaluation.memory, "check", lambda what, n, fix: fixes.append(fix))
+    score()
+    assert fixes == ["batch_size or length"] * 2
+
+
 def test_should_stop_abandons():
     asked = []
     assert score(should_stop=lambda: asked.append(1) or len(asked) == 2) is None
