@@ -230,6 +230,13 @@ def test_a_flag_keeps_its_name_beside_settings_of_the_same_name(call):
     )
 
 
+def test_a_flag_of_another_name_than_its_value_has(tmp_path, call):
+    from reformax.convert import __main__ as convert
+
+    code, _, err = call(lambda: convert.main(["--from=~no_such_user/a", f"--to={tmp_path / 'b'}"]))
+    assert code == 2 and err.startswith("error: --from is '~no_such_user/a': "), err
+
+
 def test_the_errors_of_runs_name_no_setting(tmp_path, monkeypatch, capsys):
     """`reformax runs` takes folders and flags alone."""
     from reformax.cli import runs

@@ -125,7 +125,9 @@ class Parser(argparse.ArgumentParser):
         self.given.clear()
         _given.clear()
         args, rest = super().parse_known_args(args, namespace)
-        _given.update(self.given)
+        for action in self._actions:
+            for flag in action.option_strings[-1:] if action.dest in self.given else ():
+                _given[flag.lstrip("-")] = self.given[action.dest]
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
             if hint is not None and value is not None:
