@@ -32,8 +32,8 @@ _LARGE = 2**20
 _SIZES = "batch_size or length"  # of `evaluate`, to lower
 # Positions that a CPU computes in some seconds.
 _A_WAIT = 2**17
-# Batches of so many times the tokens that a split has are worth a note.
-_MOSTLY_PADDED = 10
+# A batch of so many times the tokens that a split has is worth a note: half of it is padding.
+_MOSTLY_PADDED = 2
 
 
 # What a model does, and which models do it, by the kind of its tasks.
@@ -160,7 +160,7 @@ def work_in_words(
 
 
 def padding_note(task, split: str, batch_size: int, length: int, prefix: str = "") -> str | None:
-    """A line on windows of a text that are nearly all padding; None where they are not, or small.
+    """A line on windows of a text that are half padding or more; None where they are not, or small.
 
     Args:
       task, split, batch_size, length: of the evaluation.

@@ -206,8 +206,9 @@ def test_bits_by_position_in_the_document_are_those_of_documents_that_begin_in_t
 def test_windows_of_padding_are_noted(batch_size, length, says):
     note = evaluation.padding_note(TASK, "valid", batch_size, length, "eval_")
     assert (note is None) == (says is None) and (says is None or re.search(says, note)), note
-    whole = tiny.counting(n_valid=2**18)
-    assert evaluation.padding_note(whole, "valid", 1, 2**20) is None  # a quarter of it is text
+    for n_valid, is_noted in ((2**19, True), (2**19 + 1, False)):
+        task = tiny.counting(n_valid=n_valid)
+        assert bool(evaluation.padding_note(task, "valid", 1, 2**20)) == is_noted
 
 
 def test_rows_that_no_memory_holds_are_told_by_the_names_of_the_call(monkeypatch):
