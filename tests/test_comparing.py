@@ -163,7 +163,7 @@ def test_a_run_that_fails_is_reported_and_the_next_begins(swept, folder):
         ),
         (f"{GRID}tiny.TinyLM.vocab_size = [16, 8]", ",vocab_size=8: task counting has ids "),
         (f"{GRID}tiny.TinyLM.max_length = [16, 8]", ",max_length=8: loop.train.length=16 is above"),
-        ("include 'bsae.gin'\nsteps = [1]", "no config file bsae.gin; `reformax configs`"),
+        ("include 'quikstart.gin'\nsteps = [1]", "no config file quikstart.gin; did you mean"),
     ],
 )
 def test_a_wrong_grid_is_told_before_anything_runs(swept, folder, text, message):

@@ -200,6 +200,43 @@ def test_names_of_flags_stay():
     assert typed.typed(line, flags=["seed"]) == "seed is 3: set loop.train.eval_stride=1"
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize("given", ["nowhere", "~no_such_user/run"])
+def test_a_flag_that_sets_the_config_is_named_as_a_flag(given, dry, tmp_path, monkeypatch, call):
+    """`init_from` is an argument of `loop.train` too, which the user has not typed."""
+    from reformax.cli import train
+
+    monkeypatch.chdir(tmp_path)
+    args = ["--config_file=quickstart.gin", f"--init_from={given}", *dry]
+    args += [f"--config={setting}" for setting in SMALL]
+    code, _, err = call(lambda: train.main(args))
+    assert code == 2 and "loop.train.init_from" not in err, err
+    assert err.startswith(("error: --init_from=nowhere holds", "error: --init_from is '~no")), err
+
+
+def test_a_flag_keeps_its_name_beside_settings_of_the_same_name(call):
+    from reformax.cli import flags
+    from reformax.declared import Size
+
+    parser = flags.parser("")
+    parser.add_argument("--length", type=flags.of(Size))
+
+    def main():
+        parser.parse_args(["--length=5"])
+        raise ValueError("length=5, eval_length=5, --length=5, a.length=5, length=50, length is 5")
+
+    assert call(main)[2] == (
+        "error: --length=5, eval_length=5, --length=5, a.length=5, length=50, --length is 5\n"
+    )
+
+
+def test_a_flag_of_another_name_than_its_value_has(tmp_path, call):
+    from reformax.convert import __main__ as convert
+
+    code, _, err = call(lambda: convert.main(["--from=~no_such_user/a", f"--to={tmp_path / 'b'}"]))
+    assert code == 2 and err.startswith("error: --from is '~no_such_user/a': "), err
+
+
 def test_the_errors_of_runs_name_no_setting(tmp_path, monkeypatch, capsys):
     """`reformax runs` takes folders and flags alone."""
     from reformax.cli import runs

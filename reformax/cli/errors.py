@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from reformax import durable
 from reformax.cli import distributed, flags, messages, streams
@@ -15,6 +16,8 @@ from reformax.declared import SettingError
 LONGEST = 900  # letters of an error's line
 # Errors that the user can mend. All others are faults of the program.
 MENDABLE = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
+# Of these the ones that say that a file, or what it holds, is not what the command takes.
+_OF_INPUT = (ValueError, FileNotFoundError, NotImplementedError)
 
 
 def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.Stream) -> int:
@@ -26,7 +29,8 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
         does. Other scripts go on.
 
     Returns:
-      What `main` returns; 2 for a wrong config, 1 for any other error, 130 for Ctrl-C.
+      What `main` returns; 2 for a wrong command, config or input, 1 for any other error, 130 for
+      Ctrl-C.
     """
     streams.guard(stdout)
     try:
@@ -45,11 +49,31 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
                 raise
             traceback.print_exc()
             return distributed.leave(line or type(error).__name__, 1)
-        line = named_as_typed(line, error)
+        line = named_as_typed(flags.as_given(line), error)
         print(f"error: {_cut(line)}", file=sys.stderr)
-        found = messages.find(error)
-        code = 2 if isinstance(error, SettingError) else found.code if found else 1
-        return distributed.leave(_cut(line), code)
+        return distributed.leave(_cut(line), _code(error))
+
+
+@contextlib.contextmanager
+def reading_input() -> Iterator[None]:
+    """Marks errors as those of what the command was given to read: their exit code is 2."""
+    try:
+        yield
+    except _OF_INPUT as error:
+        error.of_input = True
+        raise
+
+
+def _code(error: Exception) -> int:
+    """2 if the command, its config or its input is wrong; 1 for what failed while running."""
+    if isinstance(error, SettingError):
+        return 2
+    if found := messages.find(error):
+        return found.code
+    # What gin calls below the command's own function builds what the config names: tasks, which
+    # read files, and models.
+    builds = isinstance(error, _OF_INPUT) and messages.owner_of(error) not in ("", "train")
+    return 2 if builds or getattr(error, "of_input", False) else 1
 
 
 def named_as_typed(line: str, error: Exception, flags_of: Collection[str] | None = None) -> str:

@@ -35,7 +35,7 @@ there.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
-command or its config is wrong.
+command, its config or its input is wrong.
 
 Several processes score together as they train, by the same flags; one prints and writes. They do
 not translate.
@@ -43,6 +43,7 @@ not translate.
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ def _evaluate(args) -> int:
     saved = saved_run.restore(args, args.data_dir)
     distributed.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
     from reformax.training import loop
-    from reformax.training.evaluation import evaluate
+    from reformax.training.evaluation import evaluate, padding_note, work_in_words
 
     run = parsed.bindings(loop.train, READ)
     task = run["task"]
@@ -111,6 +112,12 @@ def _evaluate(args) -> int:
     options |= {"progress": not args.quiet and distributed.first(), "mesh": saved.mesh}
     sizes = _sizes(args, run | saved.run)
     options["max_tokens"] = args.tokens
+
+    if note := padding_note(task, args.split, sizes["batch_size"], sizes["length"], "--"):
+        print(f"note: {note}", flush=True)
+    work = work_in_words(task, args.split, sizes["length"], sizes["stride"], args.tokens)
+    if work and options["progress"]:
+        print(work, file=sys.stderr, flush=True)
 
     def score(model: TaskModel) -> dict[str, Any]:
         return evaluate(model, saved.params, task, args.split, **sizes, **options)
@@ -292,9 +299,7 @@ def _by_position(
     from reformax.training import by_position
     from reformax.training.loss import metric_name
 
-    arguments = {
-        name: x for name, x in (sizes | options).items() if name not in ("stride", "progress")
-    }
+    arguments = {name: x for name, x in (sizes | options).items() if name != "stride"}
     bands = by_position.by_position(saved.model, saved.params, task, args.split, **arguments)
     metric = metric_name(task)
     others = dict(seed=args.seed, config=args.config, tokens=args.tokens, data_dir=args.data_dir)

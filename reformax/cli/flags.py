@@ -24,6 +24,7 @@ from reformax.declared import (
     SettingError,
     Size,
     check,
+    shown,
 )
 
 TRACEBACK = "--traceback"
@@ -35,11 +36,21 @@ BeamSize = Annotated[int, Bounds(0, typing.get_args(Beams)[1].most)]
 
 
 _names_in_use: list[str] = []  # of the flags of the parser that read the command line
+_given: dict[str, Any] = {}  # the values that these have on it
 
 
 def names_in_use() -> list[str]:
     """The names of the flags of the command in use, without dashes."""
     return list(_names_in_use)
+
+
+def as_given(line: str) -> str:
+    """An error's line with the flags of the command line as they were typed: --init_from=FOLDER."""
+    for name, value in _given.items():
+        text, words = re.escape(str(value)), re.escape(shown(value))
+        with_value = rf"{name}(?=={text}(?!\w)| is (?:{text}|{words})(?!\w))"
+        line = re.sub(rf"(?<![\w./@%('\"=-]){with_value}", f"--{name}", line)
+    return line
 
 
 # Flags of which two could mean both. Of others the last counts, as of what a wrapper adds.
@@ -112,7 +123,11 @@ class Parser(argparse.ArgumentParser):
         ):
             self.refuse_near(given[:1])  # before what is missing: it has a name there
         self.given.clear()
+        _given.clear()
         args, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            for flag in action.option_strings[-1:] if action.dest in self.given else ():
+                _given[flag.lstrip("-")] = self.given[action.dest]
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
             if hint is not None and value is not None:

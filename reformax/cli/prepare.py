@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax import durable
-from reformax.cli import flags
+from reformax.cli import errors, flags
 from reformax.data import cache, files, shard_folders, token_files, token_ids
 from reformax.data import text as texts
 from reformax.data.base import MAX_HELD_OUT, SPLITS, split_borders
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.list or args.prune is not None:
             return _clean(args, argv)
-        return _prepare(args)
+        with errors.reading_input():
+            return _prepare(args)
     except (ValueError, OSError) as error:
         if len(error.args) == 1:
             error.args = (flags.in_place_of_settings(str(error), "text.text", _FLAGS),)

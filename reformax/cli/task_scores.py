@@ -207,10 +207,14 @@ def _manager(include_path: str | None, names: Sequence[str]):
     """The harness's tasks: those of a folder alone, if it has all that are requested."""
     try:
         lm_eval.check_installed()
-    except ImportError:
-        if near := messages.nearest(names[0], [TEXT, *QUESTION_TASKS], most=0):
+    except ImportError as error:
+        of_package = [TEXT, *QUESTION_TASKS]
+        if near := messages.nearest(names[0], of_package, most=0):
             raise SettingError(f"--tasks: there is no task {names[0]}{near}") from None
-        raise
+        raise ImportError(
+            f"--tasks: {names[0]} is a task of the harness, and {error}; the package's tasks are "
+            f"{', '.join(of_package)}"
+        ) from None
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:

@@ -65,22 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     to_trax = target_path.name.endswith(".pkl.gz")
     empty = not to_trax and target_path.is_dir() and not any(target_path.iterdir())
     if target_path.exists() and not empty:
-        raise ValueError(f"--to={target_path} exists: give another name, or delete it")
+        raise SettingError(f"--to={target_path} exists: give another name, or delete it")
     above = next(parent for parent in target_path.absolute().parents if parent.exists())
     if not above.is_dir():
-        raise ValueError(f"--to={target_path} is in {above}, which is no folder: give another name")
-    source = _read(source_path, args)
+        raise SettingError(
+            f"--to={target_path} is in {above}, which is no folder: give another name"
+        )
     import jax
 
-    from reformax.training.named_tensors import check_finite
-
-    check_finite(source.params, f"--from={source_path}")
-    kind = "run" if source.kind != "run" or args.attention else "hugging_face"
-    kind = "trax" if to_trax else kind
-    _check_flags(args, source.kind, kind)
-    if args.attention is not None:
-        source = _with_attention(source, args)
-    _check_target(kind, source)
+    with errors.reading_input():
+        source, kind = _source_and_kind(source_path, to_trax, args)
     with _aside(target_path) as path:
         notes = [*source.notes, *_write(kind, path, source, args.length)]
         for note in notes:
@@ -91,6 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(source, {source.kind: source_path, kind: path}, kind, str(target_path))
     print(f"{time.perf_counter() - start:.1f} s, {memory.peaks_in_words()}")
     return 0
+
+
+def _source_and_kind(
+    path: Path, to_trax: bool, args: argparse.Namespace
+) -> tuple[SourceModel, str]:
+    """The model to write and the kind of what is written; refuses what cannot be."""
+    from reformax.training.named_tensors import check_finite
+
+    source = _read(path, args)
+    check_finite(source.params, f"--from={path}")
+    kind = "run" if source.kind != "run" or args.attention else "hugging_face"
+    kind = "trax" if to_trax else kind
+    _check_flags(args, source.kind, kind)
+    if args.attention is not None:
+        source = _with_attention(source, args)
+    _check_target(kind, source)
+    return source, kind
 
 
 @contextlib.contextmanager

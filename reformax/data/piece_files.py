@@ -69,7 +69,8 @@ def encoded(
             for number, (first, last) in enumerate(spans(text.data, _SPAN))
         ]
         write = functools.partial(_write, model=model, size=vocabulary.size)
-        made = shard_folders.all_made(write, tasks, partial, _MEMORY, processes, quiet)
+        how = _MEMORY, processes, quiet
+        made = shard_folders.all_made(write, tasks, "ids", partial, *how)
         return {"dtype": str(vocabulary.dtype), "vocabulary": fingerprint(model), "spans": made}
 
     if (folder / _FOLDER).is_symlink():  # in a folder of somebody else it may lead anywhere

@@ -141,6 +141,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def all_made(
     make: Callable[[Any, Path], dict[str, Any]],
     tasks: Sequence[Any],
+    what: str,
     folder: Path,
     memory_each: int,
     processes: int | None = None,
@@ -151,6 +152,7 @@ def all_made(
     Args:
       make: writes a shard's files, flushed to the disk; returns what the manifest says of it.
       tasks: what shards are made of, each with its `number` and `size()`.
+      what: they are, for the line that says how many there are; one alone needs no line.
       folder: gets the files, and `NUMBER.json` after those of a shard.
       memory_each: the bytes of memory that a process takes.
       processes, quiet: as in `prepare`.
@@ -166,8 +168,8 @@ def all_made(
                 bar.advance(task.size())
         missing = [task for task in tasks if task.number not in found]
         chosen = workers.workers_for(len(missing), memory_each, processes)
-        if missing and not quiet:
-            bar.say(f"prepare: {chosen.words}", sys.stderr)
+        if len(missing) > 1 and not quiet:
+            bar.say(f"prepare {what}: {chosen.words}", sys.stderr)
         function = functools.partial(make, folder=folder)
         for task, facts in workers.in_processes(function, missing, chosen.n):
             durable.write(folder / f"{task.number:05}.json", json.dumps(facts).encode())

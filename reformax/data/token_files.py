@@ -237,7 +237,8 @@ def prepare(
         parts = partial / f"text-{hashlib.sha256(repr((key, division)).encode()).hexdigest()[:16]}"
         for other in set(partial.glob("text-*")) - {parts}:
             durable.remove(other)
-        made = shard_folders.all_made(make_shard, shards, parts, _MEMORY, processes, quiet)
+        how = _MEMORY, processes, quiet
+        made = shard_folders.all_made(make_shard, shards, "text", parts, *how)
         if key_of(found, settings) != key:
             raise SettingError("a source changed while it was read: start again")
         splits = {split: [] for split in found.paths}

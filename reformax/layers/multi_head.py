@@ -74,6 +74,10 @@ class QKV(NamedTuple):
         return self._replace(gate=None)
 
 
+# What Trax's models construct an attention layer with, by name.
+_FROM_TRAX = {"n_heads", "d_qk", "d_v", "masked", "attention_dropout", "output_dropout", "mode"}
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class MultiHead(Layer):
     """The options and the weights of attention layers: projections, norms, gates and dropout.
@@ -157,6 +161,14 @@ class MultiHead(Layer):
 
     n_sequences = 1  # `CrossAttention` reads two
     causal = False  # an argument of `Attention`
+
+    def __new__(cls, *arguments, **options):
+        if not arguments and "op" not in options and options.keys() >= _FROM_TRAX:
+            raise SettingError(
+                f"attention_type is {cls.__name__} in a model of Trax, which gives it no op: give "
+                "reformax.layers.LSHSelfAttention or SelfAttention"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self):
         super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))

@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32, Int64
 
 from reformax import devices
-from reformax.training import curves, evaluation
+from reformax.progress import Progress
+from reformax.training import curves, evaluation, side_channels
 from reformax.training import loss as loss_lib
 from reformax.training.placing import place
 from reformax.training.prefetch import prefetch
@@ -71,6 +72,7 @@ def by_position(
     max_tokens: int | None = None,
     loss_chunk_len: int | None = None,
     mesh: Mesh | None = None,
+    progress: bool = False,
 ) -> PositionBands:
     """The bits of each band of positions, over windows of a split that do not overlap.
 
@@ -85,7 +87,7 @@ def by_position(
       length: of a window, in tokens.
       seed: of the hashes; the numbers are those of `evaluation.evaluate`.
       max_tokens, loss_chunk_len: as there.
-      mesh: as in `evaluation.evaluate`.
+      mesh, progress: as in `evaluation.evaluate`.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
@@ -95,13 +97,16 @@ def by_position(
     params = place(params, devices.placement(params, mesh))
     options = model, loss_chunk_len, edges, mesh
     score = partial(_sums, *options, params, jax.random.PRNGKey(seed))
-    chosen, _ = evaluation.within(max_tokens, task, split)
+    chosen, budget = evaluation.within(max_tokens, task, split)
+    n_batches = -(-budget // (length * batch_size))
     batches = task.eval_batches(split, batch_size, length, length)
     batches = evaluation.placed(_with_positions(batches, task, split, chosen), mesh, chosen)
     totals = np.zeros((2, len(edges) - 1, 2))  # a split has more targets than float32 counts
-    with prefetch(batches) as ready:
+    bar = Progress(f"{split} by position", n_batches, side_channels.stderr(), shown=progress)
+    with bar, prefetch(batches) as ready:
         for index, batch in ready:
             totals += jax.device_get(score(batch, index))
+            bar.advance()
             go_on()
     return PositionBands(
         *(

@@ -29,6 +29,11 @@ _IN_FLIGHT = 2
 _TOKEN_BYTES = 4 + 4 + 4 + 8
 # Evaluations of as many tokens at a time are traced first, to know what memory they take.
 _LARGE = 2**20
+_SIZES = "batch_size or length"  # of `evaluate`, to lower
+# Positions that a CPU computes in some seconds.
+_A_WAIT = 2**17
+# A batch of so many times the tokens that a split has is worth a note: half of it is padding.
+_MOSTLY_PADDED = 2
 
 
 # What a model does, and which models do it, by the kind of its tasks.
@@ -85,10 +90,11 @@ def check_positions(
     length: int,
     stride: int,
     mesh: Mesh | None = None,
+    fix: str = "eval_batch_size or eval_length",
 ) -> int:
     """Traces an evaluation: a row that the positions cannot hold fails now, not at step 1,000.
 
-    Takes the arguments of `evaluate`; `params` may be shapes alone.
+    Takes the arguments of `evaluate`; `params` may be shapes alone. `fix` names the sizes to lower.
 
     Returns:
       The number of features of a position.
@@ -118,7 +124,7 @@ def check_positions(
     found = jax.eval_shape(features, params, inputs, rng)
     n_features = found.shape[-1]
     rows = n_rows // (1 if mesh is None else devices.n_row_shards(mesh))
-    check_features(rows, longest, n_features, "eval_batch_size or eval_length")
+    check_features(rows, longest, n_features, fix)
     return n_features
 
 
@@ -133,6 +139,44 @@ def check_features(rows: int, length: int, n_features: int, fix: str) -> None:
     """Raises `SettingError` for rows whose features, before and after a layer, no device holds."""
     what = f"features of {rows:,} rows of {length:,} positions"
     memory.check(what, 2 * 4 * rows * length * n_features, fix)
+
+
+def work_in_words(
+    task, split: str, length: int, stride: int, max_tokens: int | None = None
+) -> str | None:
+    """A line on what an evaluation scores, for before it; None where it takes no wait.
+
+    The first line of progress comes after the first batch, which is compiled, and half a minute.
+    """
+    _, n_targets = within(max_tokens, task, split)
+    words, n_positions = f"{split}: scoring {n_targets:,} targets", n_targets
+    if task.labels is not None:
+        n_positions = n_targets * length
+    elif task.translation is None:
+        n_windows = -(-n_targets // stride)
+        windows = f"{n_windows:,} window{'s' * (n_windows > 1)} of {length:,}"
+        words, n_positions = f"{words} in {windows}", n_windows * length
+    return words if n_positions >= _A_WAIT else None
+
+
+def padding_note(task, split: str, batch_size: int, length: int, prefix: str = "") -> str | None:
+    """A line on windows of a text that are half padding or more; None where they are not, or small.
+
+    Args:
+      task, split, batch_size, length: of the evaluation.
+      prefix: before the names of its sizes: 'eval_' in training.
+    """
+    n, of_batch = task.n_targets(split), batch_size * length
+    of_windows = task.translation is None and task.labels is None
+    if not of_windows or of_batch < _LARGE or n * _MOSTLY_PADDED > of_batch:
+        return None
+    fix = f"{prefix}batch_size={-(-n // length)}"
+    if n < length:
+        fix = f"{prefix}length={max(1, n // batch_size)} or less"
+    return (
+        f"{1 - n / of_batch:.1%} of what is computed is padding: {split} has {n:,} tokens, and "
+        f"{batch_size} windows of {length:,} have {of_batch:,}: set {fix}"
+    )
 
 
 def evaluate(
@@ -194,7 +238,7 @@ def evaluate(
     chosen, budget = within(max_tokens, task, split)
     if batch_size * length >= _LARGE:
         sizes = dict(batch_size=batch_size, length=length, stride=stride)
-        check_positions(model, params, task, split, **sizes, mesh=mesh)
+        check_positions(model, params, task, split, **sizes, mesh=mesh, fix=_SIZES)
     params = place(params, devices.placement(params, mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
     n_targets = task.n_targets(split)
@@ -222,7 +266,7 @@ def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -
     """The devices of an evaluation; `ValueError` where its vocabularies or sizes do not fit."""
     check_model(model, task)
     check("batch_size", batch_size, Size)
-    check_tokens(batch_size, length, "batch_size or length")
+    check_tokens(batch_size, length, _SIZES)
     mesh = mesh or mesh_lib.make()
     mesh_lib.check_length("eval length", length, mesh)
     check_mesh(task, mesh)

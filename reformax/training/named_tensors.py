@@ -70,7 +70,7 @@ def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str) -> Any:
 
 
 def check_finite(tree: Any, what: str) -> None:
-    """Raises `ValueError` with the name of the first tensor that has a NaN or an infinity.
+    """Raises `FloatingPointError` that names the first tensor with a NaN or an infinity.
 
     Args:
       tree: of arrays.
@@ -80,7 +80,7 @@ def check_finite(tree: Any, what: str) -> None:
         numbers = np.asarray(leaf)
         # NumPy does not know whether a bfloat16 is finite.
         if not np.isfinite(numbers.astype(np.float32, copy=False)).all():
-            raise ValueError(
+            raise FloatingPointError(
                 f"{what}: {name} has numbers that are not finite (NaN or infinity): such a model "
                 "computes nothing, give another"
             )

@@ -22,6 +22,7 @@ from reformax import devices
 from reformax.training import (
     compiled_steps,
     environment,
+    evaluation,
     fingerprints,
     first_state,
     kept_mass,
@@ -240,13 +241,17 @@ def _say_beginning(
 def _note_surprises(
     settings: TrainSettings, restored: RestoredRun, note: Callable[[str], None]
 ) -> None:
-    """Notes on weights that nothing trains, and a schedule without its peak or of a new length."""
+    """Notes on weights that nothing trains, a schedule without its peak, and rows of padding."""
     if restored.step >= settings.steps:
         return
     if settings.fine_tuning is not None and settings.init_from is None and not restored.step:
         note("note: fine_tuning is set and init_from is not: all other weights stay as drawn")
     if (line := settings.unfinished_warmup) is not None:
         note(f"note: {line}")
+    for one in settings.all_evaluations:
+        prefix = f"{one.name}." if one.name else "eval_"
+        if line := evaluation.padding_note(one.task, one.split, one.batch_size, one.length, prefix):
+            note(f"note: {line}")
     before = restored.info.get("schedule_steps")
     now = optimizer.schedule_steps(settings.built_optimizer)
     if None not in (before, now) and before != now:

@@ -176,7 +176,7 @@ def test_a_run_with_other_attention_is_scored(run, tmp_path, monkeypatch):
     assert read.source["changed"]["layers"] == [1]
     # What it is now has no format elsewhere.
     code, _, err = run("--from=hashed", "--to=hugging_face")
-    assert code == 1 and "the attention is moba" in err
+    assert code == 2 and "the attention is moba" in err
     with pytest.raises(ValueError, match="the attention is moba, expected one of dense, flash"):
         trax_models.table(
             Spec.make("ReformerLM", read.spec.attention, vocab_size=256, pos_type="none")

@@ -184,13 +184,13 @@ def test_weights_beside_their_config_or_with_one_given(answer, tmp_path):
     assert answer(command.main, "--from=trax/model.pkl.gz", "--to=a")[0] == 0
     (run / "config.gin").rename(tmp_path / "mine.gin")
     code, said = answer(command.main, "--from=trax", "--to=b")
-    assert code == 1 and "trax is a run of Trax's and has no config.gin: copy it" in said
+    assert code == 2 and "trax is a run of Trax's and has no config.gin: copy it" in said
     flags = ["--from=trax/model.pkl.gz", "--config_file=mine.gin", "--to=b"]
     assert answer(command.main, *flags)[0] == 0
     (run / "model.pkl.gz").unlink()
     (tmp_path / "mine.gin").rename(run / "config.gin")
     code, said = answer(command.main, "--from=trax", "--to=c")
-    assert code == 1 and "trax is a run of Trax's and has no model.pkl.gz: copy it" in said
+    assert code == 2 and "trax is a run of Trax's and has no model.pkl.gz: copy it" in said
 
 
 def test_without_trax_it_converts_and_names_the_extra(answer, tmp_path, monkeypatch):
@@ -233,7 +233,7 @@ def test_what_has_no_counterpart_is_named(line, message, answer, left, tmp_path)
     with (tmp_path / "trax/config.gin").open("a") as file:
         file.write(line + "\n")
     code, said = answer(command.main, "--from=trax", "--to=here")
-    assert code == 1 and message in said and said.count("\n") == 1
+    assert code == 2 and message in said and said.count("\n") == 1
     assert not (tmp_path / "here").exists()
 
 

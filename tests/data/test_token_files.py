@@ -25,6 +25,7 @@ from reformax.data import (
     arrow_tables,
     files,
     piece_blocks,
+    piece_files,
     shard_folders,
     stored,
     tables,
@@ -597,11 +598,25 @@ def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, cap
     assert workers.workers_for(5, 2**28).n == 5
     assert workers.workers_for(99, 2**33).n == 1
     assert workers.workers_for(99, 2**28, processes=20).n == 20  # as a user says
-    write_texts(tmp_path / "a.jsonl", TEXTS)
-    prepare.main([f"--data_dir={tmp_path / 'a.jsonl'}", f"--to={tmp_path / 'made'}"])
-    assert capsys.readouterr().err.splitlines()[0] == (
-        "prepare: parts: 1, processes: 1 (cores: 64; 4.0 GiB of memory have room for 8)"
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+def test_work_in_parts_has_one_line_of_text_and_one_of_ids(n_parts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(workers.memory, "host", lambda: 2**32)
+    (tmp_path / "mine").mkdir()
+    write_texts(tmp_path / "mine/a.jsonl", TEXTS)
+    size = (tmp_path / "mine/a.jsonl").stat().st_size
+    monkeypatch.setattr(token_files, "SHARD", size // n_parts + 1)
+    monkeypatch.setattr(piece_files, "_SPAN", size if n_parts == 1 else size // 2)
+    prepare.main(
+        [f"--data_dir={tmp_path / 'mine'}", f"--to={tmp_path / 'made'}", "--vocab_size=300"]
     )
+    told = [line for line in capsys.readouterr().err.splitlines() if "parts: " in line]
+    assert [line.partition(":")[0] for line in told] == ["prepare text", "prepare ids"] * (
+        n_parts > 1
+    )
+    assert all("parts: 2, processes: 2 (cores: 64; 4.0 GiB of" in line for line in told)
 
 
 def test_shards_of_another_division_are_not_gone_on_with(tmp_path, monkeypatch):

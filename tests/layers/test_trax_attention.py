@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax import layers
 from reformax.layers import Attention, ResidualStack, TransformerBlock
 from reformax.layers._trax import signature, tl
 from reformax.layers.feed_forward import FeedForward
@@ -289,6 +290,15 @@ def reformer_lm(*attention_types):
         max_len=LENGTH,
         attention_type=attention_types,
     )
+
+
+@pytest.mark.parametrize("layer", [layers.Attention, layers.CrossAttention])
+def test_a_model_of_trax_says_which_layers_it_takes(layer):
+    """Trax would call the layer again, with other arguments, after a TypeError."""
+    with pytest.raises(ValueError, match="give reformax.layers.LSHSelfAttention or SelfAttention"):
+        reformer_lm(layer)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'op'"):
+        layer(n_heads=2)
 
 
 def test_a_mask_that_is_missing_is_said_in_one_line():

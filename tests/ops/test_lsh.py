@@ -503,3 +503,34 @@ def test_temporary_memory_of_the_gradient():
     few, many = temp(2), temp(8)
     assert many < length**2 * 4 / 3, "a third of one float32 matrix of logits"
     assert many < 1.15 * few
+
+
+@pytest.mark.parametrize("strictly_causal", [False, True])
+def test_the_program_does_not_grow_with_the_number_of_hashes(strictly_causal):
+    """A body for each pair of hashes took minutes to compile at hundreds of them."""
+
+    def n_lines(n_hashes):
+        op = lsh.lsh(chunk_len=4, n_hashes=n_hashes, strictly_causal=strictly_causal)
+
+        def loss(q, v):
+            return op(q, None, v, causal=True, rng=KEY).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*draw(8, 8)).as_text().count("\n")
+
+    assert n_lines(17) == n_lines(97)
+
+
+@pytest.mark.parametrize("strictly_causal", [False, True])
+def test_a_key_that_many_hashes_show_counts_once(strictly_causal):
+    """Hashes that repeat three others change nothing, in the loop over them and before it."""
+    q, v = draw(8, 8)
+    rotations = np.random.default_rng(1).normal(size=(2, 8, 3, 4)).astype(np.float32)
+
+    def attended(n_hashes):
+        options = dict(chunk_len=4, n_buckets=8, strictly_causal=strictly_causal)
+        of_all = np.resize(np.moveaxis(rotations, 2, 0), (n_hashes, 2, 8, 4))
+        op = lsh.lsh(n_hashes=n_hashes, rotations=np.moveaxis(of_all, 0, 2), **options)
+        return with_gradients(lambda q, v: op(q, None, v, causal=True))(v, q, v)
+
+    for n_hashes in (6, 9, 10, 21):
+        assert_trees_close(attended(n_hashes), attended(3))

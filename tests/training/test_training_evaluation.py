@@ -1,6 +1,7 @@
 """Every target is scored once in any batch; the record and the prefetching thread."""
 
 import json
+import re
 import threading
 
 import jax
@@ -188,6 +189,34 @@ def test_bits_by_position_in_the_document_are_those_of_documents_that_begin_in_t
     assert list(written) == ["by_position", "in_document"]
     assert written["in_document"][0]["first"] == 0
     assert by_position.draw(found, "bits_per_dim", "windows").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "batch_size, length, says",
+    [
+        (
+            8,
+            2**20,
+            "100.0% .* padding: valid has 53 tokens, .* 8,388,608: set eval_length=6 or less",
+        ),
+        (2**20, 10, "100.0% .* padding: .* windows of 10 .*: set eval_batch_size=6"),
+        (1, 2**19, None),  # no wait
+    ],
+)
+def test_windows_of_padding_are_noted(batch_size, length, says):
+    note = evaluation.padding_note(TASK, "valid", batch_size, length, "eval_")
+    assert (note is None) == (says is None) and (says is None or re.search(says, note)), note
+    for n_valid, is_noted in ((2**19, True), (2**19 + 1, False)):
+        task = tiny.counting(n_valid=n_valid)
+        assert bool(evaluation.padding_note(task, "valid", 1, 2**20)) == is_noted
+
+
+def test_rows_that_no_memory_holds_are_told_by_the_names_of_the_call(monkeypatch):
+    fixes = []
+    monkeypatch.setattr(evaluation, "_LARGE", 1)
+    monkeypatch.setattr(evaluation.memory, "check", lambda what, n, fix: fixes.append(fix))
+    score()
+    assert fixes == ["batch_size or length"] * 2
 
 
 def test_should_stop_abandons():

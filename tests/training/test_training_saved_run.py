@@ -22,7 +22,7 @@ from reformax.cli import errors, hash_counts, results, saved_run
 from reformax.convert import __main__ as convert
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
-from reformax.training import arrays
+from reformax.training import arrays, evaluation
 from tests.training import worker
 
 RUN = """
@@ -97,6 +97,30 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
     (band,) = scored()["by_position"]  # the windows are short
     assert band["n_targets"] == scored()["n_targets"]
     assert band["bits_per_dim"] == pytest.approx(scored()["bits_per_dim"], rel=1e-5)
+
+
+def test_what_is_scored_is_said_before_it(run, monkeypatch):
+    """The first line of progress comes after the first batch, which may take a minute."""
+    monkeypatch.setattr(evaluation, "_LARGE", 64)
+    assert run(evaluate.main, "--length=50")[2] == ""
+    monkeypatch.setattr(evaluation, "_A_WAIT", 100)
+    code, out, err = run(evaluate.main, "--length=50", "--by_position", "--batch_size=1")
+    assert code == 0 and err == "valid: scoring 60 targets in 2 windows of 50\n"
+    assert "padding" not in out
+    code, out, err = run(evaluate.main, "--length=4000", "--quiet")
+    assert code == 0 and err == ""
+    assert out.startswith("note: 99.") and ": valid has 60 tokens, and " in out
+    assert out.splitlines()[0].endswith(": set --length=7 or less")
+
+
+def test_training_notes_an_evaluation_of_padding(run, monkeypatch, call):
+    monkeypatch.setattr(evaluation, "_LARGE", 64)
+    flags = ["--config_file=run.gin", "--data_dir=corpus.txt", "--output_dir=new"]
+    flags += ["--config=loop.train.steps=1", "--config=loop.train.eval_length=4000"]
+    code, out, err = call(train.main, *flags)
+    assert code == 0, err
+    (line,) = [line for line in (out + err).splitlines() if "is padding: " in line]
+    assert "valid has 60 tokens" in line and "eval_length=7 or less" in line
 
 
 @pytest.mark.slow

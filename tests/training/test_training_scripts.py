@@ -122,7 +122,7 @@ def test_a_config_trains_and_evaluates(folder, call):
         (["--stride=17"], "stride=17 must be from 1 to length=16"),
         (["--config=tiny.TinyLM.d_model=7"], ": leave out the settings that change it\n"),
         (["--config=tiny.TinyLM.d_modle=7"], "did you mean d_model"),
-        (["--data_dir=empty"], "no data in data_dir=empty"),
+        (["--data_dir=empty"], "no data in --data_dir=empty"),
     ]:
         flags = ["--output_dir=runs/run", "--trust_config", *more]
         code, out, err = call(evaluate.main, *flags)
@@ -158,7 +158,7 @@ def test_the_best_checkpoint_is_scored(folder, call):
         (["--config_file=base.gin"], 2, "the config sets no 'model' and 'task' of loop.train: add"),
         (["--config=loop.train.eval_length=5000"], 1, "length=5000 is above max_length=4096"),
         (["--config=optimizer.cosine.steps=2"], 2, "cosine.warmup_steps=2 must be"),
-        (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
+        (["--data_dir=empty"], 2, "no data in --data_dir=empty: give the folder that has it"),
         (["--config=loop.train.task=@tiny.TinyLM()", "--data_dir=x"], 2, "TinyLM reads no files"),
         ([*(f"--config={x}=@masked.masked()" for x in ("loop.train.task", "masked.masked.task")),
           "--data_dir=x"], 2, "masked reads no files"),

@@ -48,6 +48,9 @@ from reformax.ops.softmax.dropout import dropout_mask
 from reformax.ops.softmax.online import Softmax, lowest, without_nan
 from reformax.ops.softmax.orders import Chunking, Order, UnsortedInputs
 
+# Earlier hashes whose masks are computed in one body: a program of any number of hashes is as long
+# as one of twice as many, and of 9 hashes or fewer has no loop.
+_UNROLLED = 8
 # The equation of the logits of an order.
 LOGITS = "bnclh,bncmh->bnclm"
 
@@ -157,14 +160,21 @@ def visible_keys(
     if chunks.count_once and order is not None:
         # N_ij by elimination: a key counts in the first hash in which it is visible. Reach is all
         # that differs among hashes.
-        for earlier in range(order.query_slots.shape[2] - 1):
-            query_slots = order.query_slots[:, :, earlier]
-            if order.first_slot is None:
-                of_keys = None if order.key_slots is None else order.key_slots[:, :, earlier]
+        def not_seen_in(earlier, mask):
+            query_slots, of_keys, first = (
+                None if x is None else jax.lax.dynamic_index_in_dim(x, earlier, 2, keepdims=False)
+                for x in (order.query_slots, order.key_slots, order.first_slot)
+            )
+            if first is None:
                 seen = _chunk_in_reach(of_hash, query_slots, of_keys)
             else:
-                seen = _between_slots(of_hash, query_slots, order.first_slot[:, :, earlier])
-            mask = mask & ~(seen & (earlier < of_hash.hash_index))
+                seen = _between_slots(of_hash, query_slots, first)
+            return mask & ~(seen & (earlier < of_hash.hash_index))
+
+        shape = jnp.broadcast_shapes(query.shape, key.shape)
+        mask = varying_as(order, jnp.broadcast_to(mask, shape))
+        n_earlier = order.query_slots.shape[2] - 1
+        mask = jax.lax.fori_loop(0, n_earlier, not_seen_in, mask, unroll=_UNROLLED)
     return mask
 
 
