@@ -258,6 +258,7 @@ def test_a_state_of_one_size_goes_on_as_far_as_positions_are_held():
 WINDOWS = (local.local(chunk_len=4), local.local(window=3), linear.linear())
 
 
+@pytest.mark.slow
 def test_windows_and_recurrences_go_on_without_end():
     """Where the capacity holds what a window shows."""
     model = TransformerLM(**SMALL | dict(n_layers=3), attention_type=WINDOWS, pos_type="rotary")

@@ -520,6 +520,7 @@ def test_the_program_does_not_grow_with_the_number_of_hashes(strictly_causal):
     assert n_lines(17) == n_lines(97)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strictly_causal", [False, True])
 def test_a_key_that_many_hashes_show_counts_once(strictly_causal):
     """Hashes that repeat three others change nothing, in the loop over them and before it."""

@@ -532,7 +532,7 @@ processes.Processes.of_jax().barrier()
     [
         (["--num_processes=2"], "--coordinator_address is missing"),
         (["--coordinator_address=here:1", "--process_id=0"], "--num_processes is missing"),
-        (flags("here:1", 2), "process_id is 2: expected a number below num_processes=2"),
+        (flags("here:1", 2), "--process_id is 2: expected a number below --num_processes=2"),
         (flags("here", 0), "coordinator_address is 'here': expected HOST:PORT"),
         (flags("here:70000", 0), "expected HOST:PORT"),
         (["--process_id=-1"], "process_id is -1: expected at least 0"),

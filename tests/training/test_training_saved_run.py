@@ -113,6 +113,7 @@ def test_what_is_scored_is_said_before_it(run, monkeypatch):
     assert out.splitlines()[0].endswith(": set --length=7 or less")
 
 
+@pytest.mark.slow
 def test_training_notes_an_evaluation_of_padding(run, monkeypatch, call):
     monkeypatch.setattr(evaluation, "_LARGE", 64)
     flags = ["--config_file=run.gin", "--data_dir=corpus.txt", "--output_dir=new"]
