@@ -3,7 +3,8 @@
 They compute the function of `reformax.ops.recurrence.recurrence`, whose equations they follow (Yang
 et al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Networks", sec. 3.3).
 This file launches them. `recurrence_chunk` has the reads and writes of a program,
-`recurrence_states` passes states from chunk to chunk, and `recurrence_outputs` computes each chunk.
+`recurrence_states` passes states from chunk to chunk, and computes the outputs too where that pays;
+`recurrence_outputs` computes each chunk by itself.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class _Launches(NamedTuple):
             if solved is None:
                 return run(None, (None,) * 3, ends)[1]
             blocks = self._blocks
-            n = pl.cdiv(blocks.h, blocks.v)
+            n = blocks.of_transition
             width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
             ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
             inputs, shapes = (self.x, solved, None), (None, None, None, ends)
@@ -306,7 +307,7 @@ class _Launches(NamedTuple):
             transitions = ends
         blocks, first = self._blocks, None
         if transitions is not None:
-            first = transitions.outer.shape[4] - pl.cdiv(blocks.h, blocks.v) * blocks.v
+            first = transitions.outer.shape[4] - blocks.of_transition * blocks.v
             blocks = blocks.narrow
         (begins,) = _run(
             begins_kernel,

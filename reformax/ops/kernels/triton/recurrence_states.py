@@ -1,9 +1,10 @@
 """The states of a linear recurrence, from chunk to chunk: kernels of `kernels.recurrence`.
 
-A program has a block of the state in float32, and writes the state before each chunk. Where heads
-and blocks are few, groups of chunks run in parallel: once from zeros, then again from the state at
-the end of the earlier groups. A group's transition of a state is a product, with a number for each
-feature, or, with the delta rule, with a matrix. That matrix is the group's result for the identity.
+A program has a block of the state in float32, and writes the state before each chunk, or the
+chunk's outputs, which read it. Where heads and blocks are few, groups of chunks run in parallel:
+once from zeros, then again from the state at the end of the earlier groups. A group's transition of
+a state is a product, with a number for each feature, or, with the delta rule, with a matrix. That
+matrix is the group's result for the identity.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class StateBlocks(NamedTuple):
         """Blocks of a state; `whole` ones have all features of the keys."""
         h, v, widest = power_of_two(d_k), power_of_two(d_v), 256 // jnp.dtype(dtype).itemsize
         return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= widest or not whole else 32))
+
+    @property
+    def of_transition(self) -> int:
+        """How many blocks have the columns of a group's matrix."""
+        return pl.cdiv(self.h, self.v)
 
     @property
     def narrow(self) -> StateBlocks:
