@@ -207,8 +207,8 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         "performer, all": Made(features, causal=False),
         "linformer": Made(of(linformer.linformer, n_projected=256), causal=False),
         "nystromformer": Made(of(nystromformer.nystromformer, n_landmarks=64), causal=False),
-        "long_short": Made(lambda impl: long_short.long_short()),
-        "long_short, all": Made(lambda impl: long_short.long_short(), causal=False),
+        "long_short": Made(long_short.long_short),
+        "long_short, all": Made(long_short.long_short, causal=False),
     }
     if jax_linear_attention.is_installed():
         for name in jax_linear_attention.KINDS:

@@ -35,7 +35,7 @@ from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KernelObstacles, choose_impl
 from reformax.ops.calls.heads import grouped
-from reformax.ops.compressing.attention import Summaries, in_kernels, merged, to_summaries
+from reformax.ops.compressing.attention import Blocks, Summaries, in_kernels, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import (
     Series,
@@ -243,8 +243,8 @@ class csa(IndexedChoice, Compressed, AttentionOp):
         if self._learns:
             arrays = IndexerArrays(*index, index_keys)
             learner = ChoiceLearner(arrays, self._factor(call, ids, index_keys.dtype), plan)
-        sizes = self.window, self.block_size
-        out, *sums = in_kernels(call, interpret, q, k, v, summaries, sizes, plan, learner)
+        sizes = self.window, Blocks(self.block_size)
+        out, *sums = in_kernels(call, interpret, q, k, v, summaries, *sizes, plan, learner)
         if not self.report_loss:
             return out
         measured = self._some_losses(call, q, summaries, index, index_keys, plan, ids, sums)

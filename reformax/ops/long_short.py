@@ -27,7 +27,14 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import (
+    INTERPRETED,
+    KERNELS,
+    choose_impl,
+    group_obstacles,
+    kernel_obstacles,
+)
+from reformax.ops.compressing.attention import Blocks, Summaries, in_kernels
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
@@ -47,6 +54,7 @@ from reformax.ops.numerics.query_chunks import (
 )
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax import band
+from reformax.ops.softmax.dropout import far_address
 from reformax.ops.softmax.joint import FarKeys, KeysOfKind, attend_to_kinds
 from reformax.ops.softmax.online import masked_softmax
 
@@ -89,8 +97,7 @@ class long_short(AttentionOp):
         only by its window, which should therefore be at least as long.
       dual_norm: whether keys and values are normalised, in the window and in summaries separately.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 256 or less, without dropout, and without `rank` if causal. `"auto"` takes the
-        kernel where it computes the same function.
+        heads of 256 or less, 128 if causal with a `rank`. `"auto"` takes it where it can.
 
     Raises:
       ValueError: a size out of range, an unknown `impl`.
@@ -136,10 +143,8 @@ class long_short(AttentionOp):
             for name, x in params.items()
         }
 
-        sees_far_later = call.causal and self.rank > 0
-        lacking = dict(dropout=call.dropout, causal=sees_far_later)
-        obstacles = kernel_obstacles(q, k, v, call.logits, **lacking)
-        impl = choose_impl(self.impl, pallas=obstacles)
+        obstacles = group_obstacles if call.causal and self.rank else kernel_obstacles
+        impl = choose_impl(self.impl, pallas=obstacles(q, k, v, call.logits))
         if impl != "xla":
             return self._in_kernels(call, impl == INTERPRETED, params, q, k, v)
 
@@ -169,12 +174,13 @@ class long_short(AttentionOp):
         return attend(params, q, k, v)
 
     def _in_kernels(self, call: Call, interpret: bool, params, q, k, v) -> Array:
-        """The window in kernels, and with it the summaries of the whole sequence."""
+        """The window in kernels, and with it the summaries."""
         n_batch, length, n_heads, _ = q.shape
         ids = call.segment_ids
+        chunk_len = min(self.chunk_len, length) if call.causal else length
         real = jnp.ones((n_batch, length), bool) if ids is None else is_token(ids)
         if self.rank:
-            far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, length)
+            far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, chunk_len)
         else:
             none = (jnp.zeros((n_batch, 1, n_heads, x.shape[3]), x.dtype) for x in (k, v))
             far = Mixtures(*none, jnp.zeros((n_batch, 1), bool))
@@ -183,6 +189,12 @@ class long_short(AttentionOp):
                 jax.checkpoint(layer_norm)(x, params[f"near_{name}_norm"])
                 for x, name in ((k, "keys"), (v, "values"))
             )
+        if self.rank and call.causal:
+            ids = None if ids is None else real.astype(jnp.int32)
+            far = Summaries(far.keys, far.values, far.real.astype(jnp.int32))
+            blocks = Blocks(chunk_len, self.rank, delay=1)
+            call = call.but(segment_ids=ids)
+            return in_kernels(call, interpret, q, k, v, far, self.window, blocks)[0]
         rule = Visibility(call.causal, self.window)
         return band.attend_and_far(call, rule, interpret, q, k, v, FarKeys(*far))
 
@@ -216,7 +228,7 @@ class long_short(AttentionOp):
             logits=call.logits.of("bclnh,bcmnh->bnclm", near.queries, near.keys),
             values=near.values,
             mask=mask[:, None],
-            address=2 * near.key_position,
+            address=near.key_position,
         )
 
     def _far(
@@ -234,7 +246,7 @@ class long_short(AttentionOp):
             logits=call.logits.of("bclnh,bsnh->bncls", near.queries, far.keys),
             values=far.values[:, None],
             mask=mask[:, None],
-            address=2 * number[None, None] + 1,
+            address=far_address(number[None, None]),
         )
 
     def _mixtures(self, params, k, v, real: Bool[Array, "#B T"], chunk_len: int) -> Mixtures:

@@ -87,8 +87,7 @@ class performer(AttentionOp):
         features are orthogonal to its keys', the sum of its weights is about epsilon, and its
         gradient is rounded to 1e-7 / epsilon.
       chunk_len: as in `linear.linear`.
-      impl: as in `linear.linear`; with more than 128 features values have 64 columns at most. In
-        bfloat16 kernels also compute the features.
+      impl: as in `linear.linear`. In bfloat16 kernels also compute the features.
       redraw: the number of training steps after which new features are drawn, from the seed and
         the number of the draw (sec. 4.3). Evaluation and decoding take the last ones of training. A
         weight `steps`, a `Buffer`, counts the steps. None keeps the first features.

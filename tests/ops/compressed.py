@@ -127,6 +127,6 @@ class Parts:
         weights = jax.nn.softmax(exponents, axis=-1)[..., : seen.shape[-1]]
         weights = jnp.where(seen, weights, 0)
         n = self.length
-        kept = jnp.concatenate([keep[..., 0 : 2 * n : 2], keep[..., 1::2]], axis=-1)
+        kept = jnp.concatenate([keep[..., :n], keep[..., ::-1]], axis=-1)
         out = jnp.einsum("bnts,bsnv->btnv", weights * kept[..., : seen.shape[-1]], values)
         return (self.rotated(out, inverse=True) if self.shares else out), weights[..., n:]

@@ -77,7 +77,7 @@ def nystromformer(options, params, plan, qkv, extra_projections, mask, keep):
 
 
 def long_short(options, params, plan, qkv, extra_projections, mask, keep):
-    """Sec. 3.2, and in causal attention 3.3. Weights of the window have even addresses."""
+    """Sec. 3.2, and in causal attention 3.3."""
     q, k, v = qkv
     length, rank, causal = q.shape[1], options["rank"], options["causal"]
     real = tokens_of(mask)[0]
@@ -93,7 +93,7 @@ def long_short(options, params, plan, qkv, extra_projections, mask, keep):
     seen = mask.astype(bool) & (abs(query - key) < options["window"])
     cap, values = options.get("soft_cap"), normed(v, "near_values_norm")
     scores = logits(q, normed(k, "near_keys_norm"), cap)
-    keep = jnp.concatenate([keep[..., : 2 * length : 2], keep[..., 1::2]], axis=-1)
+    keep = jnp.concatenate([keep[..., :length], keep[..., ::-1]], axis=-1)
     if rank:
         chunk_len = options["chunk_len"] if causal else length
         n_chunks = -(-length // chunk_len)

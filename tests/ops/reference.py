@@ -11,7 +11,7 @@ from tests.ops import oracle
 from tests.ops.inputs import Inputs
 from tests.ops.rows import LONGEST, Row, Shape, visible
 
-# Of dropout, a query. An op may have other keys besides the positions'.
+# Of dropout, a query: those of positions, and from the end on those of keys at no position.
 ADDRESSES = 2 * LONGEST
 
 

@@ -611,6 +611,12 @@ ROWS = [
         slow=True,
     ),
     Row(
+        "long_short_pallas",
+        long_short.long_short,
+        _LONG_SHORT | _KERNEL,
+        reference=low_rank.long_short,
+    ),
+    Row(
         "longformer",
         longformer.longformer,
         {"window": (6, 1, 9), "dilation": (1, 2, 3)},

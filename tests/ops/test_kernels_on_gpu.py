@@ -126,6 +126,7 @@ CASES = {
     "linear, packed": Case(linear.linear, h=80, t=777, packed=True),
     "performer": Case(performer.performer, 4, 4, t=2000),
     "performer, all": Case(performer.performer, 4, 4, t=2000, causal=False),
+    "performer, wide": Case(of(performer.performer, n_features=256), h=128, t=2000),
     "performer, packed": Case(of(performer.performer, n_features=144), t=777, packed=True),
     "routing": Case(of(routing.routing, n_clusters=8), 4, 4, t=1000),
     "routing, shared": Case(
@@ -139,7 +140,11 @@ CASES = {
     "dense, packed": Case(dense.dense, 4, 2, t=777, packed=True),
     "dense, dropout": Case(dense.dense, 4, 2, t=1000, causal=False, packed=True, dropout=0.1),
     "dense, wide": Case(dense.dense, h=128, t=700, packed=True, dropout=0.3),
-    "long_short": Case(of(long_short.long_short, window=100), 4, 4, t=1000, causal=False),
+    "long_short": Case(of(long_short.long_short, window=100), 4, 4, t=1777),
+    "long_short, wide": Case(of(long_short.long_short, rank=3), h=128, t=777, dropout=0.2),
+    "long_short, both sides": Case(
+        of(long_short.long_short, window=100), 4, 4, t=1000, causal=False, dropout=0.2
+    ),
     "long_short, a window": Case(of(long_short.long_short, rank=0, window=65), h=80, t=777),
     "flash, capped": Case(of(flash.flash, **CAPPED), t=777, packed=True, dropout=0.2),
     "flash, sinks": Case(of(flash.flash, **SINKS), 4, t=1777),

@@ -294,15 +294,20 @@ def test_landmarks_of_a_long_row_cover_it():
         (dict(rank=3, dual_norm=False), False),
         (dict(rank=0), True),
         (dict(rank=0, dual_norm=False), False),
+        (dict(rank=3, chunk_len=20), True),
+        (dict(rank=1, chunk_len=1, dual_norm=False), True),  # summaries fill several tiles
+        (dict(rank=2, chunk_len=200), True),  # a chunk, which no query sees
     ],
 )
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_kernel_of_long_short_attention_is_the_same_function(options, causal, padded):
+def test_the_kernel_of_long_short_attention_is_the_same_function(options, causal, padded, dropout):
     length = 150
     lengths = np.array([length, 90, 1, 0])
     q, k, v, d_out = np.random.default_rng(0).normal(size=(4, 4, length, 2, 8)).astype(np.float32)
     d_out = np.where((np.arange(length) < lengths[:, None])[..., None, None], d_out, 0)
     masks = dict(causal=causal) | (dict(lengths=lengths) if padded else {})
+    masks |= dict(dropout=dropout, rng=KEY) if dropout else {}
     results = []
     for impl in (INTERPRETED, "xla"):
         op = long_short.long_short(window=40, impl=impl, **options)
@@ -329,17 +334,6 @@ def test_long_short_attention_decodes_by_its_impl():
         assert ("pallas_call" in str(jax.make_jaxpr(step)(cache))) == (impl == INTERPRETED)
         outs.append(step(cache)[0])
     np.testing.assert_allclose(*outs, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [(dict(causal=True), "causal=True"), (dict(dropout=0.1), "dropout=0.1")],
-)
-def test_what_the_kernel_of_long_short_attention_lacks(call, message):
-    q, k, v = draw()
-    op = long_short.long_short(impl=INTERPRETED)
-    with pytest.raises(NotImplementedError, match=f"^impl=INTERPRETED with {message}: use"):
-        attend(op, q, k, v, **call)
 
 
 @pytest.mark.parametrize("padding", [None, "behind", "anywhere"])

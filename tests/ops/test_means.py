@@ -9,7 +9,6 @@ import pytest
 
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import recurrence as kernel
-from reformax.ops.recurrence import means
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, mean_of_all
 from tests.helpers import assert_trees_close, with_gradients, with_x64
@@ -85,16 +84,6 @@ def test_groups_of_chunks_are_one_sequence(packed):
         return results, kernel.means_backward(x, ids, kept, d_sums, d_total, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
-
-
-@pytest.mark.parametrize(
-    "sizes, refused", [((256, 128), True), ((256, 64), False), ((128, 128), False)]
-)
-def test_wide_values_of_many_features_have_no_kernel(sizes, refused):
-    size, d_v = sizes
-    q, v = (jnp.zeros((1, 8, 1, n), jnp.bfloat16) for n in (size, d_v))
-    found = means._obstacles(RecurrenceInputs(q, q, v, None, None)).chip
-    assert ("values of 128 with 256 features" in (found or "")) == refused
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,27 @@ from reformax.ops.numerics.query_chunks import (
 )
 from reformax.ops.sharding.borders import border
 from reformax.ops.sharding.queries import axis_of, first_query
-from reformax.ops.softmax.dropout import dropped_factors, seed_at
+from reformax.ops.softmax.dropout import dropped_factors, far_address, seed_at
 from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 class Summaries(NamedTuple):
-    """Summaries of blocks as keys and values, and the segment of each block's last position."""
+    """Summaries of blocks as keys and values, and the segment of each one's last position."""
 
     keys: Float[Array, "B C G H"]
     values: Float[Array, "B C G V"]
     ids: Int[Array, "B C"]
+
+
+class Blocks(NamedTuple):
+    """Blocks of `size` positions with `n_each` summaries each, and when these are seen.
+
+    A query sees the summaries of a block from `delay` positions after the block's last one on.
+    """
+
+    size: int
+    n_each: int = 1
+    delay: int = 0
 
 
 def last_position(block: Int[Array, "*d"], size: int) -> Int[Array, "*d"]:
@@ -58,7 +69,7 @@ def to_window(call: Call, q, k, v, window: int) -> Softmax:
         for x in (k, v, ids_or_ones(call.segment_ids, q))
     )
     first = first_query(call.shard, length) - n
-    call = call.but(segment_ids=ids, seed=seed_at(call.seed, first, 2 * first))
+    call = call.but(segment_ids=ids, seed=seed_at(call.seed, first, first))
     found = _to_window(call, jnp.pad(q, ((0, 0), (n, 0), (0, 0), (0, 0))), k, v, window)
     return Softmax(*(x[:, n:] for x in found))
 
@@ -78,7 +89,7 @@ def _to_window(call: Call, q, k, v, window: int) -> Softmax:
             q, ids, query = (jnp.swapaxes(x, 1, 2) for x in rows)  # [B, C, Q, ...]
             query = query[..., None]
             mask = rule.sees(Side(query, ids[..., None]), keys)
-            heads, addresses = q.shape[3:5], (query[:, :, None, None], 2 * key[:, :, None, None])
+            heads, addresses = q.shape[3:5], (query[:, :, None, None], key[:, :, None, None])
             dropped = dropped_factors(call, (len(q), 1, *heads), *addresses)
             logits = call.logits.of("bclgmh,bckgh->bcgmlk", q, k)
             found = softmax_over(logits, mask[:, :, None, None], "bcgmlk,bckgv->bcgmlv", v, dropped)
@@ -114,7 +125,7 @@ def to_summaries(
       logits, mask, axes, values: as in `softmax_over`.
       block: the numbers of the summaries, by which dropout is drawn.
     """
-    addresses = query[:, None, None, :, None], 2 * block + 1
+    addresses = query[:, None, None, :, None], far_address(block)
     dropped = dropped_factors(call, logits.shape[:3], *addresses)
     found = softmax_over(logits, mask, axes, values, dropped)
     return Softmax(*(jnp.moveaxis(x, 3, 1) for x in found))
@@ -135,7 +146,8 @@ def in_kernels(
     k: Float[Array, "B T G H"],
     v: Float[Array, "B T G V"],
     summaries: Summaries,
-    sizes: tuple[int, int],
+    window: int,
+    blocks: Blocks,
     chosen: Int[Array, "B T K"] | None = None,
     learner: Any = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
@@ -144,22 +156,21 @@ def in_kernels(
     Args:
       call: of the op, with its sinks.
       summaries: of the blocks.
-      sizes: the window, and the positions of a block.
-      chosen: the numbers of the summaries that each query sees, -1 for none; None: it sees all of
-        complete blocks.
+      window: as in `to_window`.
+      blocks: of the summaries, one each if there is a choice.
+      chosen: the numbers of the summaries that each query sees, -1 for none; None: it sees all.
       learner: the `ChoiceLearner` of the kernels; None: no indexer learns.
     """
     from reformax.ops.kernels.triton import compressed as kernel
     from reformax.ops.kernels.triton.chosen_keys import reads_lists
     from reformax.ops.kernels.triton.nsa import n_rows
 
-    ids, (window, block_size) = call.segment_ids, sizes
-    group, n_summaries = q.shape[2] // k.shape[2], summaries.keys.shape[1]
+    ids, group, n_summaries = call.segment_ids, q.shape[2] // k.shape[2], summaries.keys.shape[1]
     by_list = chosen is not None and reads_lists(chosen.shape[2], n_summaries, q, k)
     common = dict(group=group, dropout=call.dropout, logits=call.logits)
     of_parts = (
         kernel.window_sizes(min(window, q.shape[1]), n_rows(q), **common),
-        kernel.summary_sizes(block_size, n_rows(q), by_list, **common),
+        kernel.summary_sizes(blocks, n_rows(q), by_list, **common),
     )
     far = summaries.keys.astype(k.dtype), summaries.values.astype(v.dtype)
     far = kernel.Part(*far, None if ids is None else summaries.ids, chosen)

@@ -18,7 +18,7 @@ from reformax.ops.calls.dispatch import (
     compute_by,
     group_obstacles,
 )
-from reformax.ops.compressing.attention import Summaries, in_kernels, to_window
+from reformax.ops.compressing.attention import Blocks, Summaries, in_kernels, to_window
 from reformax.ops.compressing.summaries import (
     Series,
     init_weights,
@@ -169,8 +169,8 @@ class Compressed(LearnedSinks):
         self, call: Call, params, q, k, v, summaries: Summaries, plan, plain_q, plain_k, interpret
     ) -> Float[Array, "B T N V"]:
         """Attention to window and summaries in kernels. `q`, `k`, `v` are rotated by the op."""
-        sizes = self.window, self.block_size
-        return in_kernels(call, interpret, q, k, v, summaries, sizes)[0]
+        sizes = self.window, Blocks(self.block_size)
+        return in_kernels(call, interpret, q, k, v, summaries, *sizes)[0]
 
     def _attend_to_summaries(
         self, call: Call, params, q, summaries: Summaries, near: Softmax, plan, plain_q, plain_k

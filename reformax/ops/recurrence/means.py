@@ -38,9 +38,6 @@ KEPT = "mean"
 
 # The most features of keys; a GPU's program reads some at a time.
 MAX_FEATURES = 1024
-# The widest values of more than `NARROW_HEAD` features. Means of 128 columns by 256 features were
-# wrong on an H200 before their kernel had one stage, and have not been measured there since.
-WIDEST_VALUES = 64
 
 
 def mean(
@@ -85,9 +82,6 @@ def _obstacles(x: RecurrenceInputs) -> KernelObstacles:
     if size > MAX_FEATURES:
         above = f"{size} features, which is above {MAX_FEATURES}"
         found = found._replace(chip=found.chip or above)
-    if size > NARROW_HEAD and x.v.shape[-1] > WIDEST_VALUES:
-        wide = f"values of {x.v.shape[-1]} with {size} features, which is above {WIDEST_VALUES}"
-        found = found._replace(chip=found.chip or wide)
     return found
 
 

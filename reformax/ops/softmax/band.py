@@ -119,7 +119,7 @@ def attend_and_far(
     v: Float[Array, "B T N V"],
     far: FarKeys,
 ) -> Float[Array, "B T N V"]:
-    """`attend` in kernels to a band, and to keys that are at no position, without dropout.
+    """`attend` in kernels to a band, and to keys that are at no position.
 
     Args:
       call: of the op; a position sees its own segment.
@@ -131,7 +131,7 @@ def attend_and_far(
     band = band.within(q.shape[1])
     chunks = _chunks(call, band, q.shape[1])
     masks = _in_slots(call.segment_ids, call.lengths, chunks)
-    x = UnsortedInputs(q, k, v, None, masks, None)
+    x = UnsortedInputs(q, k, v, None, masks, call.seed)
     return kernel.attend_and_far(chunks, interpret, x, far)
 
 

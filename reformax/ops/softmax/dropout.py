@@ -1,7 +1,8 @@
 """Dropout of attention weights, drawn by the address of a weight.
 
 The address is the batch, the head, the query's position and the key's. Any tiling, any order and
-both passes therefore see the same mask, and none of it is stored.
+both passes therefore see the same mask, and none of it is stored. A key that is at no position, a
+summary for example, has a number instead (`far_address`).
 
 Batch, head and query are mixed well, to a word of their row. A multiple of the key's position is
 combined with it by xor and mixed by two multiplications with a shift between them: five
@@ -55,6 +56,11 @@ def seed_at(seed: Int[Array, 6] | None, query: Any, key: Any) -> Int[Array, 6] |
         return None
     first = jnp.stack([jnp.asarray(x, jnp.int32) for x in (query, key)]).astype(jnp.uint32)
     return jnp.concatenate([seed[:4], first])
+
+
+def far_address(number: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    """The address of a key that is at no position, by its number: below those of all positions."""
+    return -1 - number
 
 
 def dropout_mask(

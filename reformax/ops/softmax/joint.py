@@ -19,7 +19,10 @@ from reformax.ops.softmax.online import Softmax, softmax_over
 
 
 class FarKeys(NamedTuple):
-    """Keys that are at no position of the sequence, and which of them exist."""
+    """Keys that are at no position of the sequence, and which of them exist.
+
+    Dropout is drawn by their numbers (`dropout.far_address`).
+    """
 
     keys: Float[Array, "B G N H"]
     values: Float[Array, "B G N V"]

@@ -22,7 +22,7 @@ from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
-from reformax.ops.softmax.dropout import dropout_mask
+from reformax.ops.softmax.dropout import dropout_mask, far_address
 from reformax.ops.softmax.joint import FarKeys
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 from reformax.ops.softmax.orders import UnsortedInputs
@@ -62,7 +62,7 @@ class _GlobalKeys(NamedTuple):
 def _global_keys(
     band: Visibility, chunks: Any, x: UnsortedInputs, global_positions, segment_ids
 ) -> _GlobalKeys:
-    q, seed = x.q, x.seed
+    q = x.q
     query, key = jnp.arange(q.shape[1])[None, :, None], global_positions[:, None]
     q_side, k_side = Side(query), Side(key, exists=key < q.shape[1])
     if segment_ids is not None:
@@ -72,12 +72,16 @@ def _global_keys(
     keys, values = (rows_at(y, global_positions) for y in (x.k, x.v))
     logits = chunks.logits.of("btnh,bgnh->bntg", q, keys)
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
-    dropped = 1.0
-    if chunks.dropout > 0.0:
-        batch, head = jnp.arange(len(q)).reshape(-1, 1, 1, 1), jnp.arange(q.shape[2])
-        address = batch, head.reshape(1, -1, 1, 1), query[:, None], key[:, None]
-        dropped = dropout_mask(seed, chunks.dropout, *address)
-    return _GlobalKeys(keys, values, logits, dropped)
+    return _GlobalKeys(keys, values, logits, _dropped(chunks, x, key[:, None]))
+
+
+def _dropped(chunks: Any, x: UnsortedInputs, address: Int[Array, "#B 1 1 G"]) -> Array | float:
+    """The factors of all queries' weights of keys with these addresses."""
+    if chunks.dropout == 0.0:
+        return 1.0
+    batch, head, query = (jnp.arange(x.q.shape[i]) for i in (0, 2, 1))
+    of_rows = batch.reshape(-1, 1, 1, 1), head.reshape(1, -1, 1, 1), query.reshape(1, 1, -1, 1)
+    return dropout_mask(x.seed, chunks.dropout, *of_rows, address)
 
 
 def _attend_forward(band, chunks, interpret, x, global_positions, segment_ids):
@@ -133,21 +137,23 @@ def _far_gradients(chunks: Any, q, far: _GlobalKeys, results, d_out) -> tuple[Ar
 def attend_and_far(
     chunks: Any, interpret: bool, x: UnsortedInputs, far: FarKeys
 ) -> Float[Array, "B T N V"]:
-    """`ops.softmax.band.attend_and_far`; the arrays have neither an order nor a seed."""
+    """`ops.softmax.band.attend_and_far`; the arrays have no order."""
     return _and_far_forward(chunks, interpret, x, far)[0]
 
 
-def _with_logits(chunks: Any, q, far: FarKeys) -> _GlobalKeys:
-    logits = chunks.logits.of("btnh,bgnh->bntg", q, far.keys)
+def _with_logits(chunks: Any, x: UnsortedInputs, far: FarKeys) -> _GlobalKeys:
+    logits = chunks.logits.of("btnh,bgnh->bntg", x.q, far.keys)
     logits = jnp.where(far.exists[:, None, None], logits, -jnp.inf)
-    return _GlobalKeys(far.keys, far.values, logits, 1.0)
+    number = jnp.arange(far.keys.shape[1])
+    dropped = _dropped(chunks, x, far_address(number)[None, None, None])
+    return _GlobalKeys(far.keys, far.values, logits, dropped)
 
 
 def _and_far_forward(chunks, interpret, x, far):
     qkv, far = first_order((x[:3], far))
     x = UnsortedInputs(*qkv, *x[3:])
     in_band = chunked.forward(chunks, x, interpret=interpret)
-    results = _merged(in_band, _with_logits(chunks, x.q, far), x.v.dtype)
+    results = _merged(in_band, _with_logits(chunks, x, far), x.v.dtype)
     return results[0], (x, far, results)
 
 
@@ -155,7 +161,7 @@ def _and_far_backward(chunks, interpret, residuals, d_out):
     x, far, results = residuals
     results, d_out = first_order((results, d_out))
     dq, dk, dv = chunked.backward(chunks, x, results, d_out, interpret=interpret)
-    found = _far_gradients(chunks, x.q, _with_logits(chunks, x.q, far), results, d_out)
+    found = _far_gradients(chunks, x.q, _with_logits(chunks, x, far), results, d_out)
     like = far.keys, far.values
     of_far = (g.astype(x.dtype) for g, x in zip(found[1:], like, strict=True))
     return UnsortedInputs(dq + found[0], dk, dv, None, None, None), FarKeys(*of_far, None)

@@ -45,16 +45,17 @@ class Part(NamedTuple):
 
 def window_sizes(window: int, rows: int, **common: Any) -> nsa.NsaSizes:
     """The static settings of the part of the positions in a window."""
-    return nsa.NsaSizes(**common, rows=rows, window=window, address=(2, 0))
+    return nsa.NsaSizes(**common, rows=rows, window=window)
 
 
 def summary_sizes(
-    block_size: int, rows: int, by_list: bool, **common: Any
+    blocks: Any, rows: int, by_list: bool, **common: Any
 ) -> nsa.NsaSizes | listed.ListedSizes:
-    """The static settings of the part of the summaries of blocks, all or those of lists."""
+    """The static settings of the part of the summaries of `Blocks`, all or those of lists."""
+    span = blocks.size + blocks.delay
     if by_list:
-        return listed.ListedSizes(**common, span=block_size, address=(2, 1))
-    of_blocks = dict(stride=block_size, span=block_size, address=(2, 1))
+        return listed.ListedSizes(**common, span=span, far=True)
+    of_blocks = dict(stride=blocks.size, span=span, n_each=blocks.n_each, far=True)
     return nsa.NsaSizes(**common, rows=rows, **of_blocks)
 
 

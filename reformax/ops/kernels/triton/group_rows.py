@@ -21,6 +21,7 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.flash import Program
 from reformax.ops.numerics.logits import Logits
 from reformax.ops.numerics.precision import in_three
+from reformax.ops.softmax.dropout import far_address
 
 ROWS = 128
 
@@ -54,8 +55,8 @@ class GroupProgram(Program):
     """A program of a grid (index, heads of keys, B), whose inputs are zeros at padding.
 
     Attributes:
-      sizes: the static settings, with `logits`, `dropout` and `address`: dropout is drawn for key s
-        by the address a s + b of its a and b; None: by the last position of the key.
+      sizes: the static settings, with `logits`, `dropout` and `far`: whether keys are at no
+        position, so that dropout is drawn by their numbers and not by their last positions.
       x, row, batch: as in `Program`.
       head: the head of the keys.
       index: of the program, among those of its head.
@@ -90,8 +91,7 @@ class GroupProgram(Program):
         return position, block.head, block.exists
 
     def dropped(self, rows: GroupRows, keys: Any) -> Array | float:
-        address = self.sizes.address
-        key = keys.last if address is None else keys.key * address[0] + address[1]
+        key = far_address(keys.key) if self.sizes.far else keys.last
         address = rows.head, rows.position, key
         return tile_dropout_mask(self.x.seed, self.sizes.dropout, self.batch, *address)
 

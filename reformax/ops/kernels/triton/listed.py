@@ -104,7 +104,7 @@ class ListedSizes(NamedTuple):
     logits: Logits
     causal: bool = True
     span: int = 1  # positions that a key summarizes; it is seen from the last one on
-    address: tuple[int, int] = (1, 0)  # a and b: dropout is drawn for key s by the address a s + b
+    far: bool = False  # as in `GroupProgram`
 
     @property
     def rule(self) -> Visibility:
@@ -134,9 +134,10 @@ def _n_keys(x: GroupInputs) -> int:
 
 
 class ListedKeys(NamedTuple):
-    """The keys of a tile, and their slots in the list."""
+    """The keys of a tile, the last position that each one summarizes, and their slots."""
 
     key: Array
+    last: Array
     slot: Array
     ids: Array | None
     exists: Array
@@ -185,13 +186,13 @@ class ListedProgram(GroupProgram):
             key = load(x.chosen.at[self.batch, self.index, at], exists, -1)
             exists, key = key >= 0, jnp.maximum(key, 0)
             ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, key], exists, 0)
-            return body(ListedKeys(key, slot, ids, exists), carry)
+            last = key * self.sizes.span + (self.sizes.span - 1)
+            return body(ListedKeys(key, last, slot, ids, exists), carry)
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(-(-n_listed // n_keys)), step, carry)
 
     def visible(self, rows: GroupRows, keys: ListedKeys) -> Array:
-        last = keys.key * self.sizes.span + (self.sizes.span - 1)
-        side = Side(keys.key, keys.ids, keys.exists, last)
+        side = Side(keys.key, keys.ids, keys.exists, keys.last)
         return self.sizes.rule.sees(Side(rows.position, rows.ids, rows.exists), side)
 
 

@@ -69,11 +69,10 @@ class NsaSizes(NamedTuple):
     # d and P of summaries; 1 and 1 for positions.
     stride: int = 1
     span: int = 1
+    n_each: int = 1  # summaries of each span, which follow each other
     # Keys `window` or more positions before a query are hidden; None: none is.
     window: int | None = None
-    # a and b: dropout is drawn for key s by the address a s + b; None: by the last position that
-    # the key summarizes.
-    address: tuple[int, int] | None = None
+    far: bool = False  # as in `GroupProgram`
 
     @property
     def rule(self) -> Visibility:
@@ -176,8 +175,18 @@ class NsaProgram(GroupProgram):
             exists = (key < end) & (key < x.k.shape[1])
             safe = jnp.where(exists, key, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, safe], exists, 0)
-        last = key * self.sizes.stride + (self.sizes.span - 1)
-        return NsaColumns(safe, last, ids, exists, first)
+        return NsaColumns(safe, self._last(key), ids, exists, first)
+
+    def _last(self, key: Any) -> Any:
+        """The last position that a key summarizes."""
+        span = key if self.sizes.n_each == 1 else lax.div(key, jnp.int32(self.sizes.n_each))
+        return span * self.sizes.stride + (self.sizes.span - 1)
+
+    def _n_seen(self, query: Any) -> Any:
+        """The keys that end at `query` or before, which are the first ones."""
+        sizes = self.sizes
+        n_spans = jnp.maximum(query + (1 + sizes.stride - sizes.span), 0)
+        return lax.div(n_spans, jnp.int32(sizes.stride)) * sizes.n_each
 
     def part_of_keys(self) -> tuple[Self, NsaColumns]:
         """The program of a tile of keys, with its part of the queries, and the tile."""
@@ -194,7 +203,7 @@ class NsaProgram(GroupProgram):
             step, n_listed = jnp.int32(sizes.n_parts), jnp.int32(sizes.n_listed)
             first = lax.div(index, step) * sizes.n_keys
             columns = self.keys(first, x.k.shape[1])
-            start = lax.div(first * sizes.stride + (sizes.span - 1), n_listed)
+            start = lax.div(self._last(first), n_listed)
             start = start + lax.rem(index, step)
             end = jnp.int32(-(-x.q.shape[1] // sizes.n_listed))
             if sizes.window is not None:
@@ -208,9 +217,7 @@ class NsaProgram(GroupProgram):
 
     def _over_summaries(self, queries: GroupRows, body: Callable, carry: Any) -> Any:
         x, sizes = self.x, self.sizes
-        n_seen = jnp.max(jnp.where(queries.exists, queries.position, 0))
-        n_seen = n_seen - (sizes.span - sizes.stride)
-        n_seen = lax.div(jnp.maximum(n_seen + 1, 0), jnp.int32(sizes.stride))
+        n_seen = self._n_seen(jnp.max(jnp.where(queries.exists, queries.position, 0)))
         n_tiles = lax.div(n_seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
         first_query, n_clear = self.index * sizes.n_queries, jnp.int32(0)
 
@@ -222,9 +229,8 @@ class NsaProgram(GroupProgram):
             first = sizes.rule.bounds(first_query, first_query + 1).first
             n_clear = lax.div(jnp.maximum(first, 0), jnp.int32(sizes.n_keys))  # too far away
         elif x.ids is None and x.bits is None:  # tiles that the first query sees whole
-            n_seen = first_query - (sizes.span - sizes.stride) + 1
-            n_seen = lax.div(jnp.maximum(n_seen, 0), jnp.int32(sizes.stride))
-            n_clear = jnp.minimum(lax.div(n_seen, jnp.int32(sizes.n_keys)), n_tiles)
+            n_clear = lax.div(self._n_seen(first_query), jnp.int32(sizes.n_keys))
+            n_clear = jnp.minimum(n_clear, n_tiles)
             carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
         return lax.fori_loop(n_clear, n_tiles, masked, carry)
 
@@ -254,7 +260,7 @@ class NsaProgram(GroupProgram):
         n_masked = count
         split = not sizes.block and x.ids is None and x.bits is None and sizes.window is None
         if split:  # queries after the last key see all keys
-            last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
+            last = self._last(first + (sizes.n_keys - 1))
             past = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
             n_masked = lax.div(jnp.maximum(past - start + (step - 1), 0), step)
             whole = first + sizes.n_keys <= x.k.shape[1]
