@@ -63,10 +63,11 @@ def check(
     return CheckpointReader(folder).check_params(step, like, *options)
 
 
-def check_whole(init_from: str | os.PathLike) -> None:
-    """Raises as `read` of a checkpoint that is missing, damaged or unreadable."""
+def check_whole(init_from: str | os.PathLike) -> Path:
+    """Raises as `read` of a checkpoint that is missing, damaged or unreadable; returns the run."""
     folder, step = found(init_from)
     CheckpointReader(folder).check(step)
+    return folder
 
 
 def check_vocabulary(
