@@ -11,17 +11,9 @@ compare bytes, and where one process fails, the others wait for minutes at a bar
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
 import logging
 import math
-import mmap
-import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,9 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from reformax import durable
 from reformax.training import array_reader
-from reformax.training.array_reader import Index, Wanted, whole
+from reformax.training.array_reader import Index, Unreadable, Wanted, restore, whole
 
 _AT_ONCE = 2**29  # bytes that are read back at once
 _CHUNK = 2**20  # bytes at most: a process that needs a part of a tensor reads little more
@@ -174,90 +165,10 @@ def bytes_held(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding] | No
     return sum(size(r) * shapes[name].dtype.itemsize for name, each in found.items() for r in each)
 
 
-def restore(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, list[np.ndarray]]:
-    """Reads regions of tensors of a checkpoint's folder, which may be anybody's.
-
-    `array_reader` reads them, in a process that costs a tenth of a second.
-
-    Args:
-      folder: the checkpoint's.
-      wanted: by name; no region is without numbers.
-
-    Raises:
-      Unreadable: the folder does not hold these tensors.
-      OSError: a file cannot be read, or no process can be started.
-    """
-    file, size = _shared_file(), array_reader.size_of_file(wanted)
-    try:
-        os.ftruncate(file, size)
-        request = {"folder": str(folder), "tensors": array_reader.packed(wanted), "file": file}
-        _ask(request)
-        return array_reader.arrays_in(mmap.mmap(file, size), wanted)
-    finally:
-        os.close(file)
-
-
-def _ask(request: dict[str, Any]) -> None:
-    """Has a request answered by `array_reader`; raises as `restore`."""
-    answer = _answered(request)
-    if "unfit" in answer:
-        raise Unreadable(answer["unfit"])
-    if "errno" in answer:
-        number = answer["errno"]
-        raise OSError(number, os.strerror(number or errno.EIO), answer["path"])
-    if "text" in answer:
-        error = _ReaderError(answer["text"])
-        if (cause := durable.system_error(error)) is not None:
-            raise cause
-        raise Unreadable("its arrays cannot be decoded") from error
-
-
-def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of `array_reader` in a process of its own."""
-    # -P: the working directory and the program's folder are not searched for imports.
-    command = [sys.executable, "-P", array_reader.__file__]
-    paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-    done = subprocess.run(
-        command,
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        pass_fds=[request["file"]],
-        env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,  # Ctrl-C is for this process, which may go on
-    )
-    if done.returncode:
-        _raise_end(done.returncode, request["folder"], done.stderr)
-    return json.loads(done.stdout)
-
-
-def _raise_end(code: int, folder: str, stderr: str) -> None:
-    """Raises `Unreadable` where the reader died of what it read, and `OSError` where not."""
-    ended = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    if code < 0 and -code not in _OF_THE_FILES:
-        raise OSError(
-            f"{folder} cannot be read: the process that reads it was ended by {ended}, as a system "
-            "without free memory does: free memory, and run again"
-        )
-    raise Unreadable(f"reading its arrays ends in {ended}") from _ReaderError(stderr)
-
-
-# What ends a process that reads what it cannot decode. Others are sent to it.
-_OF_THE_FILES = {
-    signal.SIGABRT,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGFPE,
-    signal.SIGTRAP,
-}
-
-
 def check_written(
     folder: Path, shapes: Mapping[str, Any], held: Mapping[str, list[tuple[Index, np.ndarray]]]
 ) -> None:
-    """Reads what was written back; a process for every `_AT_ONCE` bytes or so.
+    """Reads what was written back, `_AT_ONCE` bytes or so together.
 
     Args:
       folder: the checkpoint's.
@@ -276,29 +187,13 @@ def check_written(
     group: dict[str, Wanted] = {}
     for i, name in enumerate(wanted, start=1):
         group[name] = wanted[name]
-        if i < len(wanted) and array_reader.size_of_file(group) < _AT_ONCE:
+        if i < len(wanted) and sum(x.nbytes for x in group.values()) < _AT_ONCE:
             continue
         for name, found in restore(folder, group).items():
             for array, (_, written) in zip(found, held[name], strict=True):
                 if array.tobytes() != written.tobytes():
                     raise Unreadable(f"{name} has changed")
         group = {}
-
-
-class Unreadable(ValueError):
-    """A folder does not hold the tensors that are expected; the text says why."""
-
-
-class _ReaderError(Exception):
-    """The error of the reading process, as text."""
-
-
-def _shared_file() -> int:
-    """A new file in memory, or where the system has none in its folder for such files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("arrays")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):

@@ -194,7 +194,7 @@ def test_the_first_checkpoint_alone_is_read_back(tmp_path, monkeypatch):
     assert asked[1:] == [{"a"}, {"b.c"}, {"b.d"}]
 
 
-def test_no_process_to_read_back_costs_that_checkpoint_alone(tmp_path, monkeypatch):
+def test_no_memory_to_read_back_costs_that_checkpoint_alone(tmp_path, monkeypatch):
     def fails(*args):
         raise OSError(12, "Cannot allocate memory")
 
