@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from reformax import durable
 from reformax.declared import SettingError, some_of
+from reformax.durable import user_path
 
 # The settings of a run that building its model, and placing it, takes.
 MODEL = ("model", "batch_size", "length", "mesh")
@@ -76,6 +77,7 @@ def load(
     from reformax.training.named_tensors import check_finite
     from reformax.training.settings import build
 
+    folder = user_path("output_dir", folder)
     checkpoints = CheckpointReader(folder)
 
     def read(configs: dict[int, str | None]) -> Saved:
@@ -89,7 +91,7 @@ def load(
         params, info = restore_mean(checkpoints, steps, like)
         check_finite(params, named(steps))
         mesh = mesh_lib.make(run.get("mesh"))
-        return Saved(model, params, steps, info, run, mesh, Path(folder))
+        return Saved(model, params, steps, info, run, mesh, folder)
 
     return steadily(checkpoints, lambda: _choose(checkpoints, checkpoint), read)
 

@@ -99,6 +99,13 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
     assert band["bits_per_dim"] == pytest.approx(scored()["bits_per_dim"], rel=1e-5)
 
 
+def test_a_run_in_the_home_is_found_by_its_tilde(run, tmp_path, monkeypatch, call):
+    """A shell leaves that of --output_dir=~/run as it is, and so does training."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = call(evaluate.main, "--output_dir=~/run", "--quiet")
+    assert code == 0 and scored()["checkpoint_steps"] == [6], err
+
+
 def test_what_is_scored_is_said_before_it(run, monkeypatch):
     """The first line of progress comes after the first batch, which may take a minute."""
     monkeypatch.setattr(evaluation, "_LARGE", 64)
