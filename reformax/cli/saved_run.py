@@ -144,7 +144,7 @@ def parse(
     if text is None:
         source = folder / "config.gin"
         if not source.is_file():
-            raise SettingError(f"{_shown(folder)} holds no run: training writes config.gin into it")
+            raise _no_run(folder)
         text = durable.read(source, config.MOST).decode()
     config.parse_saved(text, str(_shown(source)), overrides, **options)
 
@@ -244,12 +244,16 @@ def _steps(checkpoints) -> list[int]:
         folder = checkpoints.folder
         _refuse_other(folder.parent)
         if not folder.exists() and not (folder.parent / "config.gin").exists():
-            raise SettingError(
-                f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
-                "checkpoints into it"
-            )
+            raise _no_run(folder.parent)
         raise SettingError(f"no checkpoint in {folder}: training saves one after a while")
     return steps
+
+
+def _no_run(folder: Path) -> SettingError:
+    return SettingError(
+        f"output_dir={_shown(folder)} holds no run: training writes config.gin and checkpoints "
+        "into it"
+    )
 
 
 def _refuse_other(folder: Path) -> None:
