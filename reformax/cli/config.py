@@ -31,8 +31,7 @@ from reformax.cli import (
     trust,
 )
 from reformax.cli.lookup import TRAIN
-from reformax.cli.overrides import override_of
-from reformax.cli.statements import ConfigError
+from reformax.cli.statements import ConfigError, override_of
 from reformax.declared import shown
 from reformax.durable import user_path
 from reformax.shell import in_quotes
