@@ -174,9 +174,9 @@ def test_a_run_is_scored_with_each_number_of_hashes(run):
     "flags, message",
     [
         (["--n_hashes=2,4"], "--n_hashes: no attention of model TransformerLM hashes, leave it"),
-        (["--n_hashes=2,2", *SMYRF], "--n_hashes=2,2: give different counts, such as"),
-        (["--n_hashes=many", *SMYRF], "--n_hashes=many: give different counts, such as"),
-        (["--n_hashes=0", *SMYRF], "n_hashes is 0: expected"),
+        (["--n_hashes=2,2", *SMYRF], "--n_hashes=2,2: expected different numbers, each"),
+        (["--n_hashes=many", *SMYRF], "--n_hashes=many: expected different numbers, each"),
+        (["--n_hashes=0", *SMYRF], "--n_hashes=0: expected different numbers"),
         (["--kept_mass"], "--kept_mass: no attention of model TransformerLM chooses keys"),
         (["--kept_mass", "--tasks=needle"], "--kept_mass: only the task text reads it"),
     ],
