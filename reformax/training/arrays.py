@@ -24,9 +24,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from reformax.training import array_reader
-from reformax.training.array_reader import Index, Unreadable, Wanted, restore, whole
+from reformax.training.array_reader import Index, Wanted, restore, whole
 
-_AT_ONCE = 2**29  # bytes that are read back at once
 _CHUNK = 2**20  # bytes at most: a process that needs a part of a tensor reads little more
 _FILE = 2**26  # bytes or so: processes divide files among them to compare their CRC-32
 _OF_PROCESS = re.compile(r"arrays/(?:ocdbt|array_metadatas)[./]process_(\d+)(?:/|$)")
@@ -97,18 +96,6 @@ def is_written_by(process: int, name: str) -> bool:
     return found is not None and int(found[1]) == process
 
 
-def shards(tensors: Mapping[str, Any]) -> dict[str, list[tuple[Index, np.ndarray]]]:
-    """Copies of the regions of tensors that this process holds and no other one before it."""
-    found = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, jax.Array):
-            mine = [shard for shard in tensor.addressable_shards if shard.replica_id == 0]
-            found[name] = [(_region(x.index, tensor.shape), np.array(x.data)) for x in mine]
-        else:
-            found[name] = [(whole(tensor.shape), np.array(tensor))]
-    return found
-
-
 def _region(index: Index, shape: tuple[int, ...]) -> Index:
     spans = (axis.indices(n)[:2] for axis, n in zip(index, shape, strict=True))
     return tuple(slice(*span) for span in spans)
@@ -163,37 +150,6 @@ def bytes_held(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding] | No
 
     found = {name: regions(x.shape, (shardings or {}).get(name)) for name, x in shapes.items()}
     return sum(size(r) * shapes[name].dtype.itemsize for name, each in found.items() for r in each)
-
-
-def check_written(
-    folder: Path, shapes: Mapping[str, Any], held: Mapping[str, list[tuple[Index, np.ndarray]]]
-) -> None:
-    """Reads what was written back, `_AT_ONCE` bytes or so together.
-
-    Args:
-      folder: the checkpoint's.
-      shapes: arrays or shapes of all tensors, by name.
-      held: those of `shards`, which are compared.
-
-    Raises:
-      Unreadable: the folder does not hold them.
-      OSError: as `restore`.
-    """
-    wanted = {
-        name: Wanted(x.shape, np.dtype(x.dtype), [region for region, _ in held[name]])
-        for name, x in shapes.items()
-        if held[name]
-    }
-    group: dict[str, Wanted] = {}
-    for i, name in enumerate(wanted, start=1):
-        group[name] = wanted[name]
-        if i < len(wanted) and sum(x.nbytes for x in group.values()) < _AT_ONCE:
-            continue
-        for name, found in restore(folder, group).items():
-            for array, (_, written) in zip(found, held[name], strict=True):
-                if array.tobytes() != written.tobytes():
-                    raise Unreadable(f"{name} has changed")
-        group = {}
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):
