@@ -37,7 +37,7 @@ from benchmarks.harness.language_models import VOCAB_SIZE
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import Answer
 from benchmarks.harness.rows import KEY
-from reformax.declared import user_path
+from reformax.durable import user_path
 from reformax.layers import Attention, FeedForward, ReversibleStack, TransformerBlock
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import local, lsh

@@ -56,11 +56,11 @@ def load_run(
         attentions, tasks and optimizers of reformax and functions of jax.nn and optax.
     """
     from reformax.cli import errors, saved_run
-    from reformax.declared import SettingError, user_path
+    from reformax.declared import SettingError
 
     options = {"mode": mode, "trusted": trust_config}
     try:
-        saved = saved_run.load(user_path("folder", folder), str(checkpoint), overrides, **options)
+        saved = saved_run.load(folder, str(checkpoint), overrides, **options)
     except SettingError as error:
         line = errors.named_as_typed(errors.one_line(error), error, flags_of=_OF_LOAD_RUN)
         if line == str(error):

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from reformax.declared import PathName, SettingError, check, shown
+
 _ADVICE = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there, or have the quota raised",
@@ -89,6 +91,22 @@ def system_error(error: Exception) -> OSError | None:
         return None
     number = int(found["number"])
     return OSError(number, os.strerror(number), found["path"])
+
+
+def user_path(name: str, path: str | os.PathLike) -> Path:
+    """A path with '~' expanded.
+
+    Raises:
+      SettingError: the path is empty, or begins with the '~' of a user that this machine lacks.
+    """
+    check(name, path, PathName)
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise SettingError(
+            f"{name} is {shown(str(path))}: there is no home of {user}: write the folder out"
+        ) from None
 
 
 class NotRegular(OSError):

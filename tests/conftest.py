@@ -146,27 +146,6 @@ def figures(drawing, monkeypatch):
     monkeypatch.setattr("reformax.training.curves.draw", drawing)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def reading():
-    """What reads a checkpoint.
-
-    Only tests that ask for `reader_process` have the process for it, which takes half a second.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if arrays := sys.modules.get("reformax.training.arrays"):
-            answered = arrays._answered
-            patch.setattr(arrays, "_answered", arrays.array_reader.answered)
-            yield answered
-        else:
-            yield
-
-
-@pytest.fixture
-def reader_process(reading, monkeypatch):
-    """A process of its own reads checkpoints, as it does those of anybody."""
-    monkeypatch.setattr("reformax.training.arrays._answered", reading)
-
-
 @pytest.fixture
 def no_search(monkeypatch):
     """A dry run looks for no largest length and batch: each size that it tries is a compilation."""

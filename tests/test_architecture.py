@@ -26,6 +26,7 @@ TOP_LEVEL_LINKS = ("layers", "models")
 # What a part of the package may import from the package. Every part may declare its settings.
 MAY_IMPORT = {
     "declared.py": set(),
+    "shell.py": set(),
     "derivatives.py": set(),
     "buffers.py": {"derivatives"},
     "devices.py": {"buffers"},
@@ -37,16 +38,16 @@ MAY_IMPORT = {
     "nn.py": {"ops"},
     "flax": {"ops", "nn", "flax", "buffers"},
     "models": {"ops", "layers", "models", "task"},
-    "data": {"data", "durable", "memory", "progress", "task"},
+    "data": {"data", "durable", "memory", "progress", "shell", "task"},
     "training": {
         *("ops", "generation", "training", "buffers", "durable", "memory", "progress"),
-        "task",
+        *("shell", "task"),
     },
     "generation": {"generation", "memory", "progress"},
     "evals": {"evals", "data", "generation", "progress"},
     "cli": {
         *("cli", "ops", "models", "data", "training", "generation", "evals", "durable"),
-        "task",
+        *("shell", "task"),
     },
     "convert": {
         *("ops", "layers", "models", "data", "training", "cli", "convert", "durable", "memory"),

@@ -31,9 +31,10 @@ from reformax.cli import (
     trust,
 )
 from reformax.cli.lookup import TRAIN
-from reformax.cli.overrides import override_of
-from reformax.cli.statements import ConfigError
-from reformax.declared import in_quotes, shown, user_path
+from reformax.cli.statements import ConfigError, override_of
+from reformax.declared import shown
+from reformax.durable import user_path
+from reformax.shell import in_quotes
 
 MOST = 2**20  # bytes of a config file
 _TASK = f"{TRAIN}.task"

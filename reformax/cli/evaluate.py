@@ -85,7 +85,7 @@ def _evaluate(args) -> int:
     files = results.ResultFiles(args.output_dir, writes=distributed.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
-    distributed.agree("the checkpoint", lambda: saved_run.identities(args.output_dir, saved.steps))
+    distributed.agree("the checkpoint", lambda: saved_run.identities(saved.folder, saved.steps))
     from reformax.training import loop
     from reformax.training.evaluation import evaluate, padding_note, work_in_words
 

@@ -24,6 +24,8 @@ from reformax.declared import (
     SettingError,
     Size,
     check,
+    expected,
+    fits,
     shown,
 )
 
@@ -269,6 +271,24 @@ def with_defaults(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[st
     """The values of these flags, with the default wherever one is None."""
     given = {name: getattr(args, name) for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def numbers(name: str, text: str, hint: Any, example: str) -> list[int]:
+    """The numbers of a flag such as --n_hashes=2,4, in order.
+
+    Raises:
+      SettingError: one is no number that `hint` says, or is there twice.
+    """
+    try:
+        found = sorted(map(int, text.split(",")))
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found) or not fits(found, Sequence[hint]):
+        raise SettingError(
+            f"--{name}={text}: expected different numbers, each {expected(hint)}, such as "
+            f"--{name}={example}"
+        )
+    return found
 
 
 def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:

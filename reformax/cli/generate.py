@@ -18,7 +18,6 @@ A model that was fine-tuned on chats answers with --chat: the prompt is a user's
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from reformax.cli import compilation_cache, distributed, flags, prompts, report, saved_run
@@ -216,9 +215,8 @@ def _translate(args, saved: saved_run.Saved) -> int:
     from reformax.data import vocabulary as vocabulary_lib
 
     report.note_unused(args.config, saved_run.MODEL, file=sys.stderr)
-    folder = Path(args.output_dir)
-    if (folder / vocabulary_lib.FILE).exists():
-        vocabulary = vocabulary_lib.load(folder)
+    if (saved.folder / vocabulary_lib.FILE).exists():
+        vocabulary = vocabulary_lib.load(saved.folder)
     else:
         vocabulary = vocabulary_lib.Numbers(saved.model.source_vocab_size)
     saved_run.keep_vocabulary(vocabulary, saved)

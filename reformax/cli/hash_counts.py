@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reformax.cli import flags
 from reformax.cli.report import markdown, width
-from reformax.declared import SettingError, check
+from reformax.declared import SettingError
 from reformax.ops.lsh import HashCount
 from reformax.task import TaskModel
 
@@ -15,20 +16,8 @@ SUFFICES = 0.005
 
 
 def counts_of(text: str) -> list[int]:
-    """The numbers of a flag such as --n_hashes=2,4, in order.
-
-    Raises:
-      SettingError: no number, one that is no count, or one twice.
-    """
-    try:
-        found = sorted(map(int, text.split(",")))
-    except ValueError:
-        found = []
-    if not found or len(set(found)) < len(found):
-        raise SettingError(f"--n_hashes={text}: give different counts, such as --n_hashes=2,4,8,16")
-    for count in found:
-        check("n_hashes", count, HashCount)
-    return found
+    """The numbers of --n_hashes, in order; raises `SettingError` for what is none, or one twice."""
+    return flags.numbers("n_hashes", text, HashCount, "2,4,8,16")
 
 
 def with_n_hashes(model: TaskModel, count: int) -> TaskModel:

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Sequence
 
 from reformax.cli import lookup, messages, modules, reading, short_names, statements
-from reformax.cli.overrides import Override
-from reformax.cli.statements import ConfigError
-from reformax.declared import config_flag, expected, fits, in_quotes, user_path
+from reformax.cli.statements import ConfigError, Override
+from reformax.declared import expected, fits
+from reformax.durable import user_path
+from reformax.shell import config_flag, in_quotes
 
 
 def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> None:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import gin
 
 from reformax.cli import lookup
-from reformax.cli.overrides import override_of
-from reformax.cli.statements import ConfigError
+from reformax.cli.statements import ConfigError, override_of
 from reformax.declared import check_all, hints_of
 
 # Macros that `described` read: gin does not note what is read and not called.

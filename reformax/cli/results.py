@@ -44,7 +44,7 @@ class ResultFiles:
           folder: of the files.
           writes: whether there are any; of several processes one writes.
         """
-        self._folder, self._writes = Path(folder), writes
+        self._folder, self._writes = durable.user_path("output_dir", folder), writes
         self._failed: dict[str, str] = {}
         self._recorded: str | None = None
         if not writes or not self._folder.is_dir():  # reading the run says what is wrong

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from reformax import durable
 from reformax.declared import SettingError, some_of
+from reformax.durable import user_path
 
 # The settings of a run that building its model, and placing it, takes.
 MODEL = ("model", "batch_size", "length", "mesh")
@@ -76,6 +77,7 @@ def load(
     from reformax.training.named_tensors import check_finite
     from reformax.training.settings import build
 
+    folder = user_path("output_dir", folder)
     checkpoints = CheckpointReader(folder)
 
     def read(configs: dict[int, str | None]) -> Saved:
@@ -89,7 +91,7 @@ def load(
         params, info = restore_mean(checkpoints, steps, like)
         check_finite(params, named(steps))
         mesh = mesh_lib.make(run.get("mesh"))
-        return Saved(model, params, steps, info, run, mesh, Path(folder))
+        return Saved(model, params, steps, info, run, mesh, folder)
 
     return steadily(checkpoints, lambda: _choose(checkpoints, checkpoint), read)
 
@@ -142,7 +144,7 @@ def parse(
     if text is None:
         source = folder / "config.gin"
         if not source.is_file():
-            raise SettingError(f"{_shown(folder)} holds no run: training writes config.gin into it")
+            raise _no_run(folder)
         text = durable.read(source, config.MOST).decode()
     config.parse_saved(text, str(_shown(source)), overrides, **options)
 
@@ -242,12 +244,16 @@ def _steps(checkpoints) -> list[int]:
         folder = checkpoints.folder
         _refuse_other(folder.parent)
         if not folder.exists() and not (folder.parent / "config.gin").exists():
-            raise SettingError(
-                f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
-                "checkpoints into it"
-            )
+            raise _no_run(folder.parent)
         raise SettingError(f"no checkpoint in {folder}: training saves one after a while")
     return steps
+
+
+def _no_run(folder: Path) -> SettingError:
+    return SettingError(
+        f"output_dir={_shown(folder)} holds no run: training writes config.gin and checkpoints "
+        "into it"
+    )
 
 
 def _refuse_other(folder: Path) -> None:

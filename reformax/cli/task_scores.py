@@ -27,7 +27,7 @@ from reformax.cli import (
     task_tables,
 )
 from reformax.data.questions import KINDS, Encode, Hay
-from reformax.declared import SettingError, Size, fits
+from reformax.declared import SettingError, Size
 from reformax.evals import in_context
 from reformax.evals.harness import HarnessRequests
 
@@ -147,14 +147,7 @@ def _question_settings(args: argparse.Namespace) -> in_context.QuestionSettings:
     lengths: list[int] = []
     if args.lengths is not None:
         flags.refuse(args, {"length"}, f"--lengths={args.lengths} has the lengths")
-        try:
-            lengths = sorted(set(map(int, args.lengths.split(","))))
-        except ValueError:
-            lengths = []
-        if not lengths or not fits(lengths, Sequence[Size]):
-            raise SettingError(
-                f"--lengths={args.lengths}: give numbers of tokens, such as --lengths=4096,16384"
-            )
+        lengths = flags.numbers("lengths", args.lengths, Size, "4096,16384")
     default = in_context.QuestionSettings(lengths)
     hay = default.hay if args.texts is None else _hay(args.texts)
     n_questions, n_depths = args.limit or default.n_questions, args.depths or default.n_depths

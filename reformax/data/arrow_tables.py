@@ -1,31 +1,24 @@
 """Rows of .parquet and .arrow files, by pyarrow.
 
-A file of a few bytes may hold the same long text many times, or pages that unpack to much, so every
-reader counts what it has read and stops at its limit.
+A file of a few bytes may unpack to much, so every reader counts what it has read and stops at its
+limit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from reformax.data import files
-from reformax.declared import SettingError, config_flag
+from reformax.declared import SettingError
+from reformax.shell import config_flag
 
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read
 _NESTED = 64  # bytes that a value in a list or an object takes in Python besides its text
-# Encodings of Parquet whose texts take no more memory than the file states, and dictionaries.
-_PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
-_DICTIONARY = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_SMALL_GROUP = 2**26  # stated bytes of a row group that is read as a dictionary
 # Fields of a conversation, and of a prompt and its answer (`conversations`).
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question")
@@ -120,64 +113,30 @@ def row_groups(path: Path) -> list[int]:
 
 
 def _batches(pa, path: Path, metadata: Any, number: int, names: Sequence[str]) -> Iterator[Any]:
-    """The batches of a row group, each of about `_TOGETHER` bytes of text, or of a small group.
-
-    Read as a dictionary, a text that occurs many times is in memory once. But pyarrow then keeps
-    every text of the row group, so a large one is read so only to see how long its texts are.
-    """
+    """The batches of a row group, each of about `_TOGETHER` bytes of text."""
     group = metadata.row_group(number)
-    stated = max(1, _stated(group, names))
-    encodings = _encodings(group, names)
-    dictionaries = [column for column, found in encodings.items() if found & _DICTIONARY]
-
-    def batches(n_rows: int, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
-        with pa.parquet.ParquetFile(
-            path,
-            metadata=metadata,
-            read_dictionary=list(as_dictionaries),
-            pre_buffer=False,
-            buffer_size=_BUFFER,
-        ) as file:
-            yield from file.iter_batches(
-                batch_size=n_rows, row_groups=[number], columns=list(names), use_threads=False
-            )
-
-    longest = -(-stated // max(1, group.num_rows))  # the mean of texts that lie in the file
-    if any(found - _PLAIN - _DICTIONARY for found in encodings.values()):
-        longest = stated  # a text may be most of the one before it
-    elif dictionaries and stated <= _SMALL_GROUP:
-        yield from batches(max(1, group.num_rows), dictionaries)
-        return
-    elif dictionaries:
-        with contextlib.closing(batches(1, dictionaries)) as begins:
-            begin = next(begins)
-        found = [values for column in begin.columns for values in _dictionaries(column)]
-        for values in found:
-            # One value may be the first row's, with a dictionary after it.
-            lengths = _lengths(pa, values) if len(values) > 1 else pa.array([stated])
-            longest = max(longest, pa.compute.max(lengths).as_py() or 0)
-        if len(found) < len(dictionaries):
-            longest = stated
-        del begin, found
-    yield from batches(min(_ROWS, max(1, _TOGETHER // longest)))
+    n_rows = _TOGETHER * group.num_rows // max(1, _stated(group, names))
+    with pa.parquet.ParquetFile(
+        path, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER
+    ) as file:
+        yield from file.iter_batches(
+            batch_size=min(_ROWS, max(1, n_rows)),
+            row_groups=[number],
+            columns=list(names),
+            use_threads=False,
+        )
 
 
 def arrow(path: Path, fields: Sequence[Column], max_bytes: int) -> Iterator[tuple]:
     """The rows of columns of an Arrow file or stream, as `datasets` writes them.
 
-    Takes, yields and raises what `parquet` does; packed buffers are refused.
+    Takes, yields and raises what `parquet` does.
     """
     pa = _pyarrow(path)
     size = files.check_ordinary(path)
     try:
         with _source(pa, path) as source:
             begin = 8 if source.read(6) == b"ARROW1" else 0  # a file is a stream in a frame
-            source.seek(begin)
-            if any(map(_is_packed, pa.ipc.MessageReader.open_stream(source))):
-                raise ValueError(
-                    f"{path} has packed buffers, which `datasets` does not write: save it as "
-                    ".parquet, or without compression"
-                )
             source.seek(begin)
             schema = pa.ipc.open_stream(source).schema
             _check_columns(pa, path, schema, fields)
@@ -196,7 +155,8 @@ def _rows(
 ) -> Iterator[tuple]:
     """The rows of batches, as long as their texts have no more bytes than that together."""
     total, size = 0, path.stat().st_size
-    for part in _in_parts(pa, batches):
+    parts = (batch.slice(n, _ROWS) for batch in batches for n in range(0, batch.num_rows, _ROWS))
+    for part in parts:  # for a batch of an .arrow file may be the whole table
         columns = []
         for field in fields:
             if field.name not in part.schema.names:  # an optional one
@@ -206,29 +166,14 @@ def _rows(
             column.validate(full=True)
             while isinstance(column, pa.ExtensionArray):
                 column = column.storage
+            column = _decoded(pa, column)
             total += _size(pa, column, _NESTED if pa.types.is_nested(column.type) else 1)
             if total > max_bytes:  # before any text is copied
                 raise _bomb(path, size, max_bytes)
-            is_dictionary = pa.types.is_dictionary(column.type)
-            values = column.dictionary if is_dictionary else column
-            is_text = _is_string(values.type) or _is_bytes(values.type)
-            found = _as_bytes(pa, path, field.name, values) if is_text else values.to_pylist()
-            if is_dictionary:  # a text that occurs many times is in memory once
-                found = [None if i is None else found[i] for i in column.indices.to_pylist()]
+            is_text = _is_string(column.type) or _is_bytes(column.type)
+            found = _as_bytes(pa, path, field.name, column) if is_text else column.to_pylist()
             columns.append(found)
         yield from zip(*columns, strict=True)
-
-
-def _in_parts(pa, batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches of a few rows, for one of an .arrow file's may be the whole table.
-
-    One with a dictionary stays whole: each of its parts would have all of the dictionary.
-    """
-    for batch in batches:
-        whole = any(map(pa.types.is_dictionary, batch.schema.types))
-        n_rows = max(1, batch.num_rows)
-        for first in range(0, n_rows, n_rows if whole else _ROWS):
-            yield batch.slice(first, n_rows if whole else _ROWS)
 
 
 def _source(pa, path: Path) -> Any:
@@ -241,13 +186,13 @@ def _source(pa, path: Path) -> Any:
         return pa.OSFile(str(path))
 
 
-def _lengths(pa, values: Any) -> Any:
-    """The bytes of each value, before any of them is copied."""
-    if not str(values.type).endswith("_view"):
-        return pa.compute.binary_length(values)
-    # A view is 16 bytes, of which the first four are the length; many may show one text.
-    views = np.frombuffer(values.buffers()[1], np.int32)[4 * values.offset :: 4][: len(values)]
-    return pa.array(np.where(np.asarray(values.is_valid()), views, 0), pa.int64())
+def _decoded(pa, values: Any) -> Any:
+    """The values of a dictionary or of views, of which pyarrow knows little, as plain ones."""
+    if pa.types.is_dictionary(values.type):
+        return _decoded(pa, values.dictionary).take(values.indices)
+    if str(values.type).endswith("_view"):
+        return values.cast(pa.large_string() if _is_string(values.type) else pa.large_binary())
+    return values
 
 
 def _size(pa, values: Any, each: int) -> int:
@@ -257,13 +202,10 @@ def _size(pa, values: Any, each: int) -> int:
         parts = values.flatten()
         parts = parts if isinstance(parts, list) else [parts]
         return size + sum(_size(pa, part, each) for part in parts)
-    is_dictionary = pa.types.is_dictionary(values.type)
-    texts = values.dictionary if is_dictionary else values
-    if not (_is_string(texts.type) or _is_bytes(texts.type)):
+    values = _decoded(pa, values)
+    if not (_is_string(values.type) or _is_bytes(values.type)):
         return size
-    lengths = _lengths(pa, texts)
-    lengths = lengths.take(values.indices) if is_dictionary else lengths
-    return size + (pa.compute.sum(lengths).as_py() or 0)
+    return size + (pa.compute.sum(pa.compute.binary_length(values)).as_py() or 0)
 
 
 def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
@@ -328,61 +270,10 @@ def _is_bytes(kind: Any) -> bool:
 
 def _stated(group: Any, names: Sequence[str]) -> int:
     """The bytes that some columns of a row group unpack to, as the file says."""
-    return sum(chunk.total_uncompressed_size for chunk in _chunks(group, names))
-
-
-def _encodings(group: Any, names: Sequence[str]) -> dict[str, set[str]]:
-    """How the pages of texts are encoded: of columns, and of those in lists and objects."""
-    return {
-        chunk.path_in_schema: set(chunk.encodings)
-        for chunk in _chunks(group, names)
-        if chunk.physical_type == "BYTE_ARRAY"
-    }
-
-
-def _chunks(group: Any, names: Sequence[str]) -> Iterator[Any]:
-    """What a file says of each part of some columns in a row group."""
     paths = tuple(f"{name}." for name in names)  # of a column, and of those in lists and objects
-    for chunk in map(group.column, range(group.num_columns)):
-        if f"{chunk.path_in_schema}.".startswith(paths):
-            yield chunk
-
-
-def _dictionaries(values: Any) -> Iterator[Any]:
-    """The dictionaries of an array, and of those in lists and objects."""
-    values = getattr(values, "storage", values)
-    if hasattr(values, "dictionary"):
-        yield values.dictionary
-    elif hasattr(values, "flatten"):
-        parts = values.flatten()
-        for part in parts if isinstance(parts, list) else [parts]:
-            yield from _dictionaries(part)
-
-
-def _is_packed(message: Any) -> bool:
-    """Whether the buffers of a message are packed, by its metadata.
-
-    pyarrow does not tell, and would take as much memory as a packed buffer asks for. The metadata
-    is a flatbuffer: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-ipc.
-    """
-    data = message.metadata.to_pybytes()
-
-    def follow(offset: int) -> int:
-        return offset + struct.unpack_from("<I", data, offset)[0]
-
-    def field(table: int, number: int) -> int:  # its offset; 0 if it is not there
-        offsets = table - struct.unpack_from("<i", data, table)[0]
-        if 4 + 2 * number >= struct.unpack_from("<H", data, offsets)[0]:
-            return 0
-        offset = struct.unpack_from("<H", data, offsets + 4 + 2 * number)[0]
-        return offset and table + offset
-
-    if message.type not in ("record batch", "dictionary"):
-        return False
-    batch = follow(field(follow(0), 2))  # Message.header
-    if message.type == "dictionary":
-        batch = follow(field(batch, 1))  # DictionaryBatch.data
-    return field(batch, 3) != 0  # RecordBatch.compression
+    chunks = map(group.column, range(group.num_columns))
+    found = (x for x in chunks if f"{x.path_in_schema}.".startswith(paths))
+    return sum(chunk.total_uncompressed_size for chunk in found)
 
 
 def _pyarrow(path: Path) -> Any:

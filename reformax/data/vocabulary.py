@@ -191,13 +191,14 @@ def load(folder: str | os.PathLike) -> SentencePieces:
 
 
 def read_kept(path: Path) -> bytes:
-    """The vocabulary that a run keeps; raises ValueError if it is missing."""
-    if not path.is_file():
+    """The vocabulary that a run keeps; raises ValueError if it is missing, OSError if unread."""
+    try:
+        return durable.read(path)
+    except FileNotFoundError:
         raise ValueError(
             f"{path} is missing: the model's ids mean nothing without it, copy it back from where "
             "the run was trained"
-        )
-    return path.read_bytes()
+        ) from None
 
 
 def write_kept(path: Path, made: bytes) -> None:

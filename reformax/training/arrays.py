@@ -11,17 +11,9 @@ compare bytes, and where one process fails, the others wait for minutes at a bar
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
 import logging
 import math
-import mmap
-import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,11 +23,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from reformax import durable
 from reformax.training import array_reader
-from reformax.training.array_reader import Index, Wanted, whole
+from reformax.training.array_reader import Index, Wanted, restore, whole
 
-_AT_ONCE = 2**29  # bytes that are read back at once
 _CHUNK = 2**20  # bytes at most: a process that needs a part of a tensor reads little more
 _FILE = 2**26  # bytes or so: processes divide files among them to compare their CRC-32
 _OF_PROCESS = re.compile(r"arrays/(?:ocdbt|array_metadatas)[./]process_(\d+)(?:/|$)")
@@ -106,18 +96,6 @@ def is_written_by(process: int, name: str) -> bool:
     return found is not None and int(found[1]) == process
 
 
-def shards(tensors: Mapping[str, Any]) -> dict[str, list[tuple[Index, np.ndarray]]]:
-    """Copies of the regions of tensors that this process holds and no other one before it."""
-    found = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, jax.Array):
-            mine = [shard for shard in tensor.addressable_shards if shard.replica_id == 0]
-            found[name] = [(_region(x.index, tensor.shape), np.array(x.data)) for x in mine]
-        else:
-            found[name] = [(whole(tensor.shape), np.array(tensor))]
-    return found
-
-
 def _region(index: Index, shape: tuple[int, ...]) -> Index:
     spans = (axis.indices(n)[:2] for axis, n in zip(index, shape, strict=True))
     return tuple(slice(*span) for span in spans)
@@ -172,133 +150,6 @@ def bytes_held(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding] | No
 
     found = {name: regions(x.shape, (shardings or {}).get(name)) for name, x in shapes.items()}
     return sum(size(r) * shapes[name].dtype.itemsize for name, each in found.items() for r in each)
-
-
-def restore(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, list[np.ndarray]]:
-    """Reads regions of tensors of a checkpoint's folder, which may be anybody's.
-
-    `array_reader` reads them, in a process that costs a tenth of a second.
-
-    Args:
-      folder: the checkpoint's.
-      wanted: by name; no region is without numbers.
-
-    Raises:
-      Unreadable: the folder does not hold these tensors.
-      OSError: a file cannot be read, or no process can be started.
-    """
-    file, size = _shared_file(), array_reader.size_of_file(wanted)
-    try:
-        os.ftruncate(file, size)
-        request = {"folder": str(folder), "tensors": array_reader.packed(wanted), "file": file}
-        _ask(request)
-        return array_reader.arrays_in(mmap.mmap(file, size), wanted)
-    finally:
-        os.close(file)
-
-
-def _ask(request: dict[str, Any]) -> None:
-    """Has a request answered by `array_reader`; raises as `restore`."""
-    answer = _answered(request)
-    if "unfit" in answer:
-        raise Unreadable(answer["unfit"])
-    if "errno" in answer:
-        number = answer["errno"]
-        raise OSError(number, os.strerror(number or errno.EIO), answer["path"])
-    if "text" in answer:
-        error = _ReaderError(answer["text"])
-        if (cause := durable.system_error(error)) is not None:
-            raise cause
-        raise Unreadable("its arrays cannot be decoded") from error
-
-
-def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of `array_reader` in a process of its own."""
-    # -P: the working directory and the program's folder are not searched for imports.
-    command = [sys.executable, "-P", array_reader.__file__]
-    paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-    done = subprocess.run(
-        command,
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        pass_fds=[request["file"]],
-        env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,  # Ctrl-C is for this process, which may go on
-    )
-    if done.returncode:
-        _raise_end(done.returncode, request["folder"], done.stderr)
-    return json.loads(done.stdout)
-
-
-def _raise_end(code: int, folder: str, stderr: str) -> None:
-    """Raises `Unreadable` where the reader died of what it read, and `OSError` where not."""
-    ended = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    if code < 0 and -code not in _OF_THE_FILES:
-        raise OSError(
-            f"{folder} cannot be read: the process that reads it was ended by {ended}, as a system "
-            "without free memory does: free memory, and run again"
-        )
-    raise Unreadable(f"reading its arrays ends in {ended}") from _ReaderError(stderr)
-
-
-# What ends a process that reads what it cannot decode. Others are sent to it.
-_OF_THE_FILES = {
-    signal.SIGABRT,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGFPE,
-    signal.SIGTRAP,
-}
-
-
-def check_written(
-    folder: Path, shapes: Mapping[str, Any], held: Mapping[str, list[tuple[Index, np.ndarray]]]
-) -> None:
-    """Reads what was written back; a process for every `_AT_ONCE` bytes or so.
-
-    Args:
-      folder: the checkpoint's.
-      shapes: arrays or shapes of all tensors, by name.
-      held: those of `shards`, which are compared.
-
-    Raises:
-      Unreadable: the folder does not hold them.
-      OSError: as `restore`.
-    """
-    wanted = {
-        name: Wanted(x.shape, np.dtype(x.dtype), [region for region, _ in held[name]])
-        for name, x in shapes.items()
-        if held[name]
-    }
-    group: dict[str, Wanted] = {}
-    for i, name in enumerate(wanted, start=1):
-        group[name] = wanted[name]
-        if i < len(wanted) and array_reader.size_of_file(group) < _AT_ONCE:
-            continue
-        for name, found in restore(folder, group).items():
-            for array, (_, written) in zip(found, held[name], strict=True):
-                if array.tobytes() != written.tobytes():
-                    raise Unreadable(f"{name} has changed")
-        group = {}
-
-
-class Unreadable(ValueError):
-    """A folder does not hold the tensors that are expected; the text says why."""
-
-
-class _ReaderError(Exception):
-    """The error of the reading process, as text."""
-
-
-def _shared_file() -> int:
-    """A new file in memory, or where the system has none in its folder for such files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("arrays")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):

@@ -264,14 +264,14 @@ def _check_beginning(
             newest = checkpoints.newest_whole()
         elif checkpoints.begun_elsewhere():
             return
+    is_kept = checkpoints is not None and run_setup.has_vocabulary(checkpoints.folder.parent)
     if not has_data:
         if newest is not None:
             info = {"step": newest, **checkpoints.extra(newest)}
             first_state.check_same_source(settings.init_from, info)
         elif settings.init_from is not None:
-            starting_weights.check_whole(settings.init_from)
+            run_setup.has_vocabulary(starting_weights.check_whole(settings.init_from))
         return
-    is_kept = checkpoints is not None and run_setup.has_vocabulary(checkpoints.folder.parent)
     if newest is not None:
         run_setup.keep_vocabulary(settings, checkpoints, newest, begun=True)
 

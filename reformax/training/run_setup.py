@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from reformax import durable
 from reformax.declared import SettingError
 from reformax.training import evaluation, kept_mass, optimizer, truncated_backprop
 from reformax.training import mesh as mesh_lib
@@ -85,8 +86,12 @@ def check_sizes(settings: TrainSettings, mesh: Mesh) -> None:
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Whether a run's folder has a vocabulary of pieces."""
-    return (folder / "vocabulary.model").exists()
+    """Whether a run's folder has a vocabulary of pieces; raises `OSError` if it cannot be read."""
+    try:
+        durable.read(folder / "vocabulary.model")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def keep_vocabulary(

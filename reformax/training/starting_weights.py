@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from reformax.buffers import HISTORY
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.durable import user_path
 from reformax.training.checkpoint import CheckpointReader
 
 # What layers call the weights of their attention algorithm.
@@ -63,10 +64,11 @@ def check(
     return CheckpointReader(folder).check_params(step, like, *options)
 
 
-def check_whole(init_from: str | os.PathLike) -> None:
-    """Raises as `read` of a checkpoint that is missing, damaged or unreadable."""
+def check_whole(init_from: str | os.PathLike) -> Path:
+    """Raises as `read` of a checkpoint that is missing, damaged or unreadable; returns the run."""
     folder, step = found(init_from)
     CheckpointReader(folder).check(step)
+    return folder
 
 
 def check_vocabulary(

@@ -49,7 +49,7 @@ def test_plain_values_and_containers_come_back(protocol):
 def test_a_container_that_holds_itself_is_refused():
     loop = [1]
     loop.append((loop,))
-    with pytest.raises(safe_pickle.UnsafePickle, match="a container holds itself"):
+    with pytest.raises(safe_pickle.UnsafePickle, match="or holds itself"):
         safe_pickle.loads(pickle.dumps(loop), "it")
 
 

@@ -565,7 +565,6 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
     dictionary, groups, tmp_path, monkeypatch
 ):
     """By what pyarrow holds, at a tenth of the sizes."""
-    monkeypatch.setattr(arrow_tables, "_SMALL_GROUP", 2**20)
     monkeypatch.setattr(arrow_tables, "_TOGETHER", 2**20)
     texts = [f"{i} {'x' * 2_000}" for i in range(20_000)]
     path, options = tmp_path / "a.parquet", {"use_dictionary": dictionary}
@@ -574,21 +573,6 @@ def test_a_parquet_is_read_in_memory_that_its_size_does_not_change(
     for _ in tables.texts(path, arrow_tables.parquet, "text", 2**30):
         taken.append(pa.total_allocated_bytes() - before)
     assert len(taken) == 20_000 and max(taken) < 12e6
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}],
-    ids=["dictionary", "prefixes"],
-)
-def test_a_long_text_that_a_parquet_repeats_is_not_held_many_times(options, tmp_path):
-    """The file is small, and so is what pyarrow holds of it."""
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["x" * 2**20] * 64}), path, **options)
-    taken, before = [], pa.total_allocated_bytes()
-    for _ in tables.texts(path, arrow_tables.parquet, "text", 2**30):
-        taken.append(pa.total_allocated_bytes() - before)
-    assert len(taken) == 64 and max(taken) < 40e6
 
 
 def test_processes_are_as_many_as_memory_has_room_for(tmp_path, monkeypatch, capsys):

@@ -145,13 +145,13 @@ def test_a_length_that_does_not_fit_is_named_as_typed(score, flags, message):
     [
         (["--tasks=text", "--lengths=9"], "--lengths=9: the task text does not read it"),
         (["--tasks=hellaswag", "--texts=a"], "--texts=a: only needle, needles"),
-        (["--tasks=ruler", "--lengths=9,a"], "--lengths=9,a: give numbers of tokens"),
-        (["--tasks=ruler", f"--lengths=9,{2**40}"], f"--lengths=9,{2**40}: give numbers of tok"),
-        (["--tasks=ruler", "--lengths=0"], "--lengths=0: give numbers of tokens"),
+        (["--tasks=ruler", "--lengths=9,a"], "--lengths=9,a: expected different numbers"),
+        (["--tasks=ruler", f"--lengths=9,{2**40}"], f"--lengths=9,{2**40}: expected different num"),
+        (["--tasks=ruler", "--lengths=0"], "--lengths=0: expected different numbers"),
         (["--tasks=ruler", "--lengths=9", "--length=9"], "--length=9: --lengths=9 has the lengths"),
         (["--lengths=9"], "--lengths=9: only --tasks reads it"),
-        (["--n_hashes=2,2"], "--n_hashes=2,2: give different counts"),
-        (["--n_hashes=2,0"], "n_hashes is 0: expected at least 1"),
+        (["--n_hashes=2,2"], "--n_hashes=2,2: expected different numbers"),
+        (["--n_hashes=2,0"], "--n_hashes=2,0: expected different numbers"),
         (["--tasks=ruler", "--depths=0"], "depths is 0: expected"),
         (
             ["--tasks=ruler", "--texts=nowhere"],

@@ -407,8 +407,8 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
 
     there = files()
     with launch("--data_dir=empty in process 1") as launched:
-        assert launched.codes(60) == [1, 1], launched.said
-        told = "no data in data_dir=empty in process 1: give the folder that has it\n"
+        assert launched.codes(60) == [2, 2], launched.said
+        told = "no data in --data_dir=empty in process 1: give the folder that has it\n"
         assert launched.said == [f"error: process 1 ended: {told}", f"error: {told}"]
     assert files() == there
 

@@ -1,6 +1,8 @@
 """A dry run refuses what a run refuses before its first step, and writes nothing."""
 
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,6 +163,25 @@ def test_weights_that_cannot_be_read_are_not_taken_for_data(made, monkeypatch):
     for has_data in (True, False):
         with pytest.raises(OSError, match="other/checkpoints/2"):
             dry_run.report(has_data=has_data, **arguments({"init_from": "other"}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"init_from": "begun"}], ids=["own", "weights"])
+def test_a_vocabulary_that_cannot_be_read_is_not_taken_for_data(
+    made, monkeypatch, tmp_path, settings
+):
+    monkeypatch.chdir(shutil.copytree(made, tmp_path / "made"))
+    Path("begun/vocabulary.model").write_bytes(b"a vocabulary")
+    opened = os.open
+
+    def fails(path, *options):
+        if str(path).endswith("begun/vocabulary.model"):
+            raise PermissionError(13, os.strerror(13), str(path))
+        return opened(path, *options)
+
+    monkeypatch.setattr(os, "open", fails)
+    folder = "new" if settings else "begun"
+    with pytest.raises(OSError, match="begun/vocabulary.model cannot be read .*: get the right"):
+        dry_run.report(output_dir=folder, has_data=False, **arguments(settings))
 
 
 def test_a_split_is_checked_once_its_vocabulary_is_learnt():

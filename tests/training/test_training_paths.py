@@ -1,11 +1,9 @@
 """Runs in folders whose paths have characters that libraries take for more than letters."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import evaluate
@@ -13,8 +11,8 @@ import generate
 import train
 from reformax.cli import runs, sweep
 from reformax.declared import SettingError
-from reformax.training import array_reader, arrays, loop
-from reformax.training.checkpoint import Checkpoints, NotSaved
+from reformax.training import array_reader, loop
+from reformax.training.checkpoint import Checkpoints
 from tests.training import worker
 from tests.training.test_training_saved_run import RUN
 
@@ -139,68 +137,3 @@ def test_errors_name_the_folder_itself(tmp_path):
     with pytest.raises(ValueError, match="x") as error, array_reader.plain(folder) as path:
         raise ValueError(f"{path}/a and {path}/b", 1)
     assert error.value.args == (f"{folder}/a and {folder}/b", 1)
-
-
-STATE = {"a": np.arange(6.0), "b": {"c": np.float32(1), "none": np.zeros((0, 3)), "d": np.ones(3)}}
-
-
-def save(folder, steps):
-    checkpoints = Checkpoints(folder)
-    for step in steps:
-        checkpoints.save(step, STATE)
-        checkpoints.wait()
-    checkpoints.close()
-
-
-@pytest.fixture
-def lossy(monkeypatch):
-    """Makes a save leave something out, in silence, as orbax did below brackets."""
-
-    def begin(how):
-        real = arrays.Saving
-        monkeypatch.setattr(arrays, "Saving", lambda f, x: real(f, how(dict(x))))
-
-    return begin
-
-
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        (lambda x: {n: a for n, a in x.items() if n != "b.c"}, "b.c is not there"),
-        (lambda x: x | {"b.d": np.array([1, 1, 2.0])}, "b.d has changed"),
-        (lambda x: x | {"a": np.ones(6, np.float32)}, "a is of float32, and of float64"),
-        (lambda x: x | {"a": np.ones((2, 3))}, "a is of shape .2, 3., and of shape .6,."),
-    ],
-)
-def test_a_first_checkpoint_that_does_not_read_back_ends_the_run(tmp_path, lossy, how, words):
-    save(tmp_path / "whole", [1, 2])
-    lossy(how)
-    with pytest.raises(ValueError, match=f"first checkpoint, of step 1, does not .*{words}"):
-        save(tmp_path / "run", [1])
-    assert Checkpoints(tmp_path / "run").steps() == []
-    assert os.listdir(tmp_path / "run/checkpoints") == []
-
-
-def test_the_first_checkpoint_alone_is_read_back(tmp_path, monkeypatch):
-    asked, real = [], arrays.restore
-    monkeypatch.setattr(arrays, "restore", lambda f, x: asked.append(set(x)) or real(f, x))
-    save(tmp_path, [1, 2, 3])
-    assert asked == [{"a", "b.c", "b.d"}]
-    save(tmp_path, [4])
-    assert len(asked) == 1
-    # In parts, of which each has a tensor at least.
-    monkeypatch.setattr(arrays, "_AT_ONCE", 1)
-    save(tmp_path / "other", [1])
-    assert asked[1:] == [{"a"}, {"b.c"}, {"b.d"}]
-
-
-def test_no_process_to_read_back_costs_that_checkpoint_alone(tmp_path, monkeypatch):
-    def fails(*args):
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(arrays, "restore", fails)
-    with pytest.raises(NotSaved, match="step 1 is not saved.*Cannot allocate memory"):
-        save(tmp_path, [1])
-    monkeypatch.undo()
-    save(tmp_path, [2])
-    assert Checkpoints(tmp_path).steps() == [2]

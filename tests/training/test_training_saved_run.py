@@ -99,6 +99,13 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
     assert band["bits_per_dim"] == pytest.approx(scored()["bits_per_dim"], rel=1e-5)
 
 
+def test_a_run_in_the_home_is_found_by_its_tilde(run, tmp_path, monkeypatch, call):
+    """A shell leaves that of --output_dir=~/run as it is, and so does training."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = call(evaluate.main, "--output_dir=~/run", "--quiet")
+    assert code == 0 and scored()["checkpoint_steps"] == [6], err
+
+
 def test_what_is_scored_is_said_before_it(run, monkeypatch):
     """The first line of progress comes after the first batch, which may take a minute."""
     monkeypatch.setattr(evaluation, "_LARGE", 64)
@@ -167,9 +174,9 @@ def test_a_run_is_scored_with_each_number_of_hashes(run):
     "flags, message",
     [
         (["--n_hashes=2,4"], "--n_hashes: no attention of model TransformerLM hashes, leave it"),
-        (["--n_hashes=2,2", *SMYRF], "--n_hashes=2,2: give different counts, such as"),
-        (["--n_hashes=many", *SMYRF], "--n_hashes=many: give different counts, such as"),
-        (["--n_hashes=0", *SMYRF], "n_hashes is 0: expected"),
+        (["--n_hashes=2,2", *SMYRF], "--n_hashes=2,2: expected different numbers, each"),
+        (["--n_hashes=many", *SMYRF], "--n_hashes=many: expected different numbers, each"),
+        (["--n_hashes=0", *SMYRF], "--n_hashes=0: expected different numbers"),
         (["--kept_mass"], "--kept_mass: no attention of model TransformerLM chooses keys"),
         (["--kept_mass", "--tasks=needle"], "--kept_mass: only the task text reads it"),
     ],
@@ -218,7 +225,7 @@ def test_the_folder_s_config_counts_where_the_checkpoint_has_none(run, tmp_path)
 
     change(tmp_path / "run", step=2, config=None)
     code, _, err = run(evaluate.main, "--checkpoint=2")
-    assert code == 2 and err == "error: run holds no run: training writes config.gin into it\n"
+    assert code == 2 and err.startswith("error: --output_dir=run holds no run: training writes ")
     (tmp_path / "run/config.gin").write_text(text.replace("@local.local()", "@dense.dense()"))
     assert run(evaluate.main, "--checkpoint=2")[1] == before
 

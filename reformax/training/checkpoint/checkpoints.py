@@ -221,13 +221,12 @@ class Checkpoints(CheckpointReader):
 
     def _begin(
         self, step: int, tensors: dict[str, Any], check: Callable[[], None]
-    ) -> tuple[arrays_lib.Saving | None, dict[str, Any] | None]:
-        """Makes the folder and copies the tensors, once more if they are to be read back."""
+    ) -> arrays_lib.Saving | None:
+        """Makes the folder and copies the tensors."""
         temporary = self.folder / f"tmp.{step}"
 
-        def make() -> bool:
+        def make() -> None:
             check()
-            unproven = not self.steps()
             durable.make_folder(self.folder)
             durable.remove(temporary)
             if not self._has_room():
@@ -240,24 +239,20 @@ class Checkpoints(CheckpointReader):
                     f"{self.folder}: free space there to keep it"
                 )
             temporary.mkdir()
-            return unproven
 
-        unproven = self._processes.broadcast(make)
-        if not tensors:
-            return None, None
-        saving = arrays_lib.Saving(temporary / "arrays", tensors)
-        return saving, arrays_lib.shards(tensors) if unproven else None
+        self._processes.by_first(make)
+        return arrays_lib.Saving(temporary / "arrays", tensors) if tensors else None
 
     def _write(self, begun: Future, check: Callable[[], None], described: dict[str, Any]) -> None:
         step, together = described["step"], self._processes
         temporary, index = self.folder / f"tmp.{step}", together.index
 
         def write() -> dict[str, dict[str, int]]:
-            self._write_arrays(temporary, begun.result()[0])
+            self._write_arrays(temporary, begun.result())
             return manifest.flushed(temporary, partial(arrays_lib.is_written_by, index))
 
         def describe() -> None:
-            if (saving := begun.result()[0]) is not None:
+            if (saving := begun.result()) is not None:
                 saving.merge()
             previous = self._scheduled_before(step)
             description.write(temporary, previous=previous, **described)
@@ -270,8 +265,6 @@ class Checkpoints(CheckpointReader):
         try:
             each = together.by_all(write)
             together.by_first(describe)
-            if (held := begun.result()[1]) is not None:
-                together.by_all(lambda: self._read_back(temporary, held, described))
             together.by_first(end)
         except Lost:  # all that is there is another's
             raise
@@ -309,18 +302,6 @@ class Checkpoints(CheckpointReader):
     def _write_arrays(self, folder: Path, saving: arrays_lib.Saving | None) -> None:
         if saving is not None:
             saving.finish()
-
-    def _read_back(self, temporary: Path, held: dict[str, Any], described: dict[str, Any]) -> None:
-        """Raises `ValueError` if what was written is not what a run would go on from."""
-        shapes = {name: x for name, x in described["arrays"].items() if 0 not in x.shape}
-        try:
-            arrays_lib.check_written(temporary, shapes, held)
-        except arrays_lib.Unreadable as error:
-            raise ValueError(
-                f"the run's first checkpoint, of step {described['step']}, does not read back as "
-                f"it was written ({error}): no run could go on from {self.folder}, give an "
-                "output_dir on another disk"
-            ) from error
 
     def _give_name(self, temporary: Path, step: int) -> None:
         named, old = self.folder / str(step), self.folder / f"{OLD}{step}"
