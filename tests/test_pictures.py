@@ -60,6 +60,13 @@ def test_every_picture_is_drawn_as_it_is_kept(pictures, tmp_path):
             assert (tmp_path / name).read_bytes() == kept, "run python docs/pictures/draw.py"
 
 
+def test_every_picture_finds_its_figures(pictures):
+    """The rows of pages that it reads are there; what it draws is compared by the slow test."""
+    colors = importlib.import_module("style").MODES["light"]
+    for name in pictures.PICTURES:
+        importlib.import_module(name).draw(colors)
+
+
 def test_a_picture_has_the_same_bytes_again(pictures, tmp_path):
     (tmp_path / "again").mkdir()
     for folder in (tmp_path, tmp_path / "again"):
@@ -118,7 +125,6 @@ def test_the_table_of_attentions_reads_the_code(script):
     assert attentions.in_flax(rows["routing"].op) == attentions.NO
     assert attentions.kernels(rows["long_short"].make) == "Pallas"
     assert attentions.kernels(rows["dense"].make) == "cuDNN, Pallas"
-    assert attentions.config("moba") == "`moba`"
 
 
 def test_names_of_lines_are_apart_and_near_their_lines(pictures):
