@@ -96,17 +96,13 @@ def table(rows: Rows, setting: tuple[str, str], column: str) -> str:
 def summary() -> str:
     """The page's table: milliseconds of each pass, and what dropout multiplies both by."""
     rows = read()
-    own, with_dropout = (FLASH_ATTENTION[x][-1] for x in (PLAIN, DROPOUT))
-    lines = ["| ms | forward | backward | both | dropout |"]
-    lines.append("| --- |" + " ---: |" * 4)
-    lines.append(
-        f"| FlashAttention, A100 | {NONE} | {NONE} | {short(own)} | {with_dropout / own:.2f}x |"
-    )
+    shown = [PASSES["Forward pass"], PASSES["Backward pass"]]  # both: the table of attentions.py
+    lines = ["| ms | forward | backward | dropout |", "| --- |" + " ---: |" * 3]
     for name in dict.fromkeys(key[0] for key in rows if key[1] == LENGTH):
         if name in UNSHOWN:
             continue
         plain, dropped = (rows.get((name, LENGTH, *setting)) for setting in (PLAIN, DROPOUT))
-        cells = [cell(plain, column) for column in PASSES.values()]
+        cells = [cell(plain, column) for column in shown]
         of, number = milliseconds(plain), milliseconds(dropped)
         cells.append(f"{number / of:.2f}x" if of and number else cell(dropped, "combined_ms"))
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -2,9 +2,9 @@
 
     python docs/attentions.py
 
-Every cell is read off the code: the attributes and methods of the op with its default options, the
-values that its `impl` takes, and the gin files. Times and memory are those of
-docs/attention_table.csv. A test compares.
+Every cell is read off the code: the attributes and methods of the op with its default options, and
+the values that its `impl` takes. Times and memory are those of docs/attention_table.csv. A test
+compares.
 """
 
 from __future__ import annotations
@@ -14,27 +14,21 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import marked
 
 import reformax.ops
-from reformax.cli import config as cli_config
-from reformax.cli import configs, parsed
 from reformax.flax.heads import shapes_of_weights
 from reformax.ops.base import AttentionOp, Dims
-from reformax.training import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/choosing_an_attention.md"
 MEASURED = ROOT / "docs/attention_table.csv"
 FIGURES = (("combined_ms", 16_384), ("combined_ms", 65_536), ("memory_mib", 65_536))
-COLUMNS = (
-    *("attention", "ms, 16,384", "ms, 65,536", "MiB, 65,536"),
-    *("causal", "packed", "`context`"),
-)
+COLUMNS = ("attention", "ms, 16,384", "ms, 65,536", "MiB, 65,536", "causal", "`context`")
 YES, NO = "yes", "–"
 
 
@@ -116,34 +110,6 @@ def figure(name: str, column: str, length: int) -> str:
     return NO if value <= 0 else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
 
 
-def config(name: str) -> str:
-    """A gin file whose model has it: of its name, the quickstart, or the first by name."""
-    found = [file for file, names in _used().items() if name in names]
-    chosen = next((file for file in (name, "quickstart") if file in found), min(found, default=NO))
-    return chosen if chosen == NO else f"`{chosen}`"
-
-
-@functools.cache
-def _used() -> dict[str, set[str]]:
-    """The attentions of the model of each gin file that is a run."""
-    found, ours = {}, {a.make: a.name for a in attentions()}
-    for path in configs.runs():
-        cli_config.parse([str(path)])
-        model = parsed.described(loop.train, "model")
-        found[path.stem] = {ours[f] for f in _functions(model) if f in ours}
-    return found
-
-
-def _functions(value: Any) -> Iterator[Callable]:
-    """What a described config calls."""
-    if isinstance(value, parsed.Reference):
-        yield value.function
-        value = list(value.arguments.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _functions(item)
-
-
 def table() -> str:
     """The table as Markdown."""
     rows = []
@@ -154,7 +120,6 @@ def table() -> str:
                 f"[`{attention.name}`](zoo.md#{attention.name})",
                 *(figure(attention.name, *of) for of in FIGURES),
                 is_causal(op),
-                YES if op.packed else NO,
                 context(op),
             )
         )
@@ -173,19 +138,15 @@ def rules() -> str:
         others = named(lambda attention: not holds(attention))
         return f"all but {others}" if others else "all"
 
-    found = {attention.name: config(attention.name) for attention in every}
-    others = ", ".join(
-        f"{file} for `{name}`" for name, file in found.items() if file not in (f"`{name}`", NO)
-    )
     return (
         f"\n* **Cross-attention**, of two sequences: {named(lambda a: a.op.cross)}.\n"
+        f"* **[Packed](packing.md)**, several sequences in a row: "
+        f"{all_but(lambda a: a.op.packed)}.\n"
         f"* **Decoding** from a cache: {all_but(lambda a: a.op.decoding != 'no')}.\n"
         f"* **Kernels** for NVIDIA GPUs: {all_but(lambda a: kernels(a.make) != NO)}. "
         f"Also by cuDNN: {named(lambda a: 'cuDNN' in kernels(a.make))}.\n"
         f"* **[Modules of flax](own_flax_model.md)**: "
         f"{all_but(lambda a: in_flax(a.op) == YES)}.\n"
-        f"* **Example**: the gin file of its name, but {others}, "
-        f"none for {named(lambda a: found[a.name] == NO)}.\n"
     )
 
 

@@ -60,6 +60,13 @@ def test_every_picture_is_drawn_as_it_is_kept(pictures, tmp_path):
             assert (tmp_path / name).read_bytes() == kept, "run python docs/pictures/draw.py"
 
 
+def test_every_picture_finds_its_figures(pictures):
+    """The rows of pages that it reads are there; what it draws is compared by the slow test."""
+    colors = importlib.import_module("style").MODES["light"]
+    for name in pictures.PICTURES:
+        importlib.import_module(name).draw(colors)
+
+
 def test_a_picture_has_the_same_bytes_again(pictures, tmp_path):
     (tmp_path / "again").mkdir()
     for folder in (tmp_path, tmp_path / "again"):
@@ -118,7 +125,6 @@ def test_the_table_of_attentions_reads_the_code(script):
     assert attentions.in_flax(rows["routing"].op) == attentions.NO
     assert attentions.kernels(rows["long_short"].make) == "Pallas"
     assert attentions.kernels(rows["dense"].make) == "cuDNN, Pallas"
-    assert attentions.config("moba") == "`moba`"
 
 
 def test_names_of_lines_are_apart_and_near_their_lines(pictures):
@@ -258,9 +264,8 @@ def test_figures_of_several_folders_are_one_file(script, tmp_path, monkeypatch):
     assert list(dict.fromkeys(key[1] for key in rows)) == ["128", "65536"] and len(rows) == 20
     monkeypatch.setattr(tables, "read", lambda *_: rows)
     shown = tables.summary()
-    assert "| FlashAttention, A100 | – | – | 7,493 | 1.24x |" in shown
-    assert "| flash | 512 | 2,048 | 2,048 | 1.50x |" in shown
-    assert "| linear | 256 | 1,024 | 1,024 | – |" in shown
+    assert "| flash | 512 | 2,048 | 1.50x |" in shown
+    assert "| linear | 256 | 1,024 | – |" in shown
     printed = tables.tables()
     both = printed.partition("### 20.")[2]
     assert "| flash | 4.00 | 2,048 |" in both and "| dense | < 2.00 | 1,024 |" in both

@@ -17,7 +17,7 @@ PICTURES = (
     *("lsh", "indexer", "reversible", "package", "training_step"),
     *("fair", "fair_by_position"),
     *("attention_table", "linear_attention", "sparse_attention", "lsh_by_length", "block_sparse"),
-    *("recall", "recall_of_a_model", "associative_recall", "depth", "more_training", "scaling"),
+    *("recall", "recall_of_a_model", "associative_recall", "depth", "scaling"),
 )
 MATPLOTLIB = "3.11.2"  # which drew the kept files
 

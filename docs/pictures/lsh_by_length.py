@@ -7,7 +7,7 @@ import pages
 from matplotlib.figure import Figure
 from style import Palette
 
-OURS = ("dense, cuDNN", "LSH, 8 hashes", "LSH, 4 hashes", "LSH, 1 hash", "local")
+OURS = ("dense, cuDNN", "LSH, 8 hashes", "LSH, 4 hashes", "LSH, 2 hashes", "local")
 PEERS = (
     *("dense, cuDNN", "transformers, LSH, 4 hashes", "reformer_pytorch, LSH, 4 hashes"),
     *("LSH, 4 hashes", "local in FlexAttention", "local"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.peers.comparisons import COMPARISONS, Comparison, Deviations
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/peers.md"
-HEAD = "| Peer | Of it | Here | Output | Gradients | Allowed |"
+HEAD = "| library | its attention | reformax | output | gradients | allowed |"
 PACKAGES = (
     *("jax", "trax", "torch", "transformers", "reformer_pytorch", "local_attention"),
     *("linformer", "nystrom_attention", "performer_pytorch"),
