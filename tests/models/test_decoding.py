@@ -237,7 +237,7 @@ def test_no_position_is_beyond_the_capacity(attention):
     match = r"^state.position \+ lengths has 8 to 9: expected 0 to 8, .*: give a larger one$"
     with pytest.raises(ValueError, match=match):
         model.prefill(params, tokens[:, :3], more, 0, state=state)
-    fewer, known = np.array([3, 1]), jax.device_get(state)
+    fewer, known = np.array([3, 1]), state._replace(position=np.asarray(state.position))
     jax.eval_shape(lambda new: model.prefill(params, new, fewer, 0, state=known), tokens[:, :3])
     first = jax.jit(model.first_state, static_argnums=(1, 2))(params, 2, 2, RNG)
     with pytest.raises(ValueError, match="has 3 to 3: expected 0 to 2, the state's capacity"):
@@ -253,7 +253,8 @@ def test_a_state_of_one_size_goes_on_as_far_as_positions_are_held():
         state = jax.device_get(first)._replace(position=np.array([30]))
         weights, token = jax.jit(model.for_decoding)(params), np.array([1])
         if most is None:
-            jax.eval_shape(lambda new, state=state: model.step(weights, new, state), token)
+            step = functools.partial(model.step, weights, state=state)
+            jax.eval_shape(step, token)
         else:
             with pytest.raises(ValueError, match="^state.position has 30 to 30: expected 0 to 29"):
                 model.step(weights, token, state)
