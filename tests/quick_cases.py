@@ -27,19 +27,19 @@ QUICK = {
     "ops/test_errors.py": {
         "test_numbers_at_their_bounds_are_those_of_float32": [
             "flash-options0",
-            "gated_linear-options1",
         ],
     },
     "ops/test_flash_program.py": {
         "test_a_program_says_what_is_visited_and_seen": ["True-0.7"],
     },
     "ops/test_kept_mass.py": {
-        "test_the_share_is_that_of_the_whole_matrix": ["False-moba", "True-lsh"],
+        "test_the_share_is_that_of_the_whole_matrix": ["True-lsh"],
+        "test_heads_of_values_that_share_queries_and_keys_are_measured_alone": ["True"],
     },
     "ops/test_learned_sinks.py": {
         "test_kernels_of_half_precision_and_with_dropout": ["0.3-float16-0.004"],
-        "test_one_more_logit": ["True-None-dense, auto", "False-segment_ids1-flash, interpreted"],
-        "test_decoding_has_the_sinks": ["dense, auto", "flash, interpreted"],
+        "test_one_more_logit": ["False-segment_ids1-flash, interpreted"],
+        "test_decoding_has_the_sinks": ["dense, auto"],
         "test_sinks_far_below_and_with_a_soft_cap": ["flash"],
     },
     "convert/test_command.py": {
@@ -164,7 +164,13 @@ QUICK = {
         ],
         "test_decoding": ["longformer-n_kv_heads"],
     },
-    "layers/test_float8.py": {"test_layers_round_in_training_alone": ["xla"]},
+    "layers/test_float8.py": {
+        "test_layers_round_in_training_alone": ["xla"],
+        "test_the_kernel_rounds_as_array_operations_do": [
+            "float8_e4m3fn-shape0",
+            "float8_e5m2-shape1",
+        ],
+    },
     "layers/test_low_rank_projections.py": {
         "test_two_thin_matrices_are_one_whole": ["kda"],
     },
@@ -178,6 +184,7 @@ QUICK = {
         "test_offloading_changes_no_number": ["ResidualStack"],
     },
     "layers/test_residual.py": {
+        "test_blocks_of_a_cycle_may_differ_in_what_a_norm_adds": ["own layer", "post-norm"],
         "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
             "None-float32-RMSNorm",
             "bfloat16-bfloat16-RMSNorm",
@@ -246,9 +253,6 @@ QUICK = {
         "test_a_row_is_read_whole_and_its_padding_is_not": ["cls"],
         "test_cudnn_is_asked_and_told_the_lengths_of_rows": ["reversible"],
     },
-    "models/test_kept_mass.py": {
-        "test_no_way_of_computing_a_transformer_changes_it": ["{'remat_policy': 'attention'}"],
-    },
     "models/test_lm.py": {
         "test_logits_may_be_in_bfloat16": ["True"],
         "test_evaluation_has_no_dropout_and_its_own_hashes": ["ReformerLM"],
@@ -290,7 +294,6 @@ QUICK = {
     "ops/test_angular_hash_kernel.py": {
         "test_the_impl_of_an_op_decides_how_it_hashes": [
             "lsh-plan",
-            "lsh_strict-init_cache",
             "hash_sparse-step",
         ],
         "test_the_same_buckets": ["float32-150-20-factors1-2", "bfloat16-37-8-factors0-3"],
@@ -324,7 +327,7 @@ QUICK = {
         "test_a_layer_projects_what_the_op_reads": ["slots"],
         "test_global_tokens_travel_with_segments": ["ReformerLM"],
         "test_padding_changes_nothing": ["fading"],
-        "test_weights_gates_and_their_gradients": ["True-fading", "False-slots"],
+        "test_weights_gates_and_their_gradients": ["True-fading"],
     },
     "ops/test_decoding.py": {
         "test_arrays_without_padding": ["linear"],
@@ -342,6 +345,10 @@ QUICK = {
     "ops/test_indexing.py": {
         "test_the_best_of_each_devices_keys_are_the_best_of_all": ["7"],
         "test_a_segment_sees_nothing_of_its_neighbours": ["hashed"],
+        "test_kernels_choose_infinite_keys_where_array_operations_do": [
+            "None-bfloat16",
+            "Pooled(block_sizes=(12, 4), n_blocks=100)-float32",
+        ],
         "test_candidates_that_cover_all_keys_leave_the_choice_as_it_is": ["clusters-packed-True"],
         "test_a_kernel_chooses_among_candidates_what_array_operations_do": ["hashed relu"],
         "test_later_tokens_change_no_choice": ["levels", "hashed"],
@@ -447,6 +454,7 @@ QUICK = {
         "test_behind_a_prompt": ["lsh"],
         "test_behind_causality": ["flash"],
         "test_in_another_segment": ["linear"],
+        "test_a_query_of_nan": ["block_sparse"],
     },
     "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
     "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},
@@ -565,6 +573,10 @@ QUICK = {
         "test_processes_that_do_not_go_on_end_all": ["steps0-1-"],
     },
     "benchmarks/test_attention.py": {
+        "test_attention_that_is_wrong_is_found": [
+            "wrong_gradient-the gradient in float32 is",
+            "lost_positions-the plan is no permutation",
+        ],
         "test_a_recurrence_of_jax_linear_attention_gets_our_inputs": ["gated_linear"],
     },
     "benchmarks/test_table.py": {"test_the_table_times_each_pass_of_its_own": ["flash"]},
@@ -601,16 +613,13 @@ QUICK = {
         "test_clusters_take_nan": ["xla"],
         "test_nan_comes_out": [
             "moba-xla",
-            "dsa-xla",
             "csa-xla",
             "dsa, blocks-interpreted",
         ],
     },
     "ops/test_lowering.py": {
         "test_kernels": [
-            "bfloat16-64-block_sparse",
             "bfloat16-64-local",
-            "float32-128-linear",
             "bfloat16-64-kda",
         ],
         "test_a_call_and_its_gradients": [

@@ -366,7 +366,7 @@ def test_a_folder_without_rights_is_named_and_no_file_that_is_looked_for_in_it(
     assert f"error: {tmp_path} cannot be used (Permission denied)" in call(main)[2]
 
 
-@pytest.mark.parametrize("platforms", ["rocm", "nowhere"])
+@pytest.mark.parametrize("platforms", ["rocm", pytest.param("nowhere", marks=pytest.mark.slow)])
 def test_a_device_that_is_not_there_is_one_line(platforms, tmp_path):
     command = [sys.executable, "-m", "reformax", "train", f"--output_dir={tmp_path / 'a'}"]
     result = subprocess.run(

@@ -80,7 +80,7 @@ def test_windows_go_on_without_end():
     assert got == want.tolist()
 
 
-@pytest.mark.parametrize("max_length", [None, 20])
+@pytest.mark.parametrize("max_length", [None, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_short_text_of_wide_windows_stays_without_end(max_length):
     """A call's cache would be smaller than the window, but the state's is as large."""
     model, params = build(sinks.sinks(window=80))

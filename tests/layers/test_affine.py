@@ -111,7 +111,7 @@ def test_several_narrow_rows_are_the_equation(d_in, sizes, options, rows, impl):
     x = read if norm is None else x
     read = read if norm is None else Unnormed(layers.LayerNorm(dtype="bfloat16"), norm, x)
     options = dict(activation=activation, added=added, sizes=sizes, impl=impl)
-    parts = affine(read, transposed_on_gpu(w), b, **options)
+    parts = jax.jit(lambda w, b: affine(read, w, b, **options))(transposed_on_gpu(w), b)
     assert [part.shape for part in parts] == [(*rows, size) for size in sizes]
     want = equation(x, w, b, norm, activation, added)
     got = np.concatenate([np.asarray(part, np.float32) for part in parts], -1)

@@ -223,20 +223,23 @@ def test_no_position_is_beyond_the_capacity(attention):
     model = TransformerLM(**SMALL, attention_type=attention)
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
     lengths = np.array([4, 6])
-    _, state = model.prefill(params, tokens[:, :6], lengths, 8, RNG)
-    weights, step = model.for_decoding(params), jax.jit(model.step)
+    start, step = programs(model, 8)
+    _, state = start(params, tokens[:, :6], lengths)
+    weights = jax.jit(model.for_decoding)(params)
     _, full = step(weights, tokens[:, 7], state)  # 8 positions of the second row
     match = "^state.position has 6 to 8: expected 0 to 7, below .* capacity, 8: give a larger one$"
     with pytest.raises(ValueError, match=match):
         model.step(weights, tokens[:, 7], full)
-    model.step(weights, tokens[:1, 7], model.take_rows(full, np.array([0])))
+    one = jax.device_get(jax.jit(model.take_rows)(full, np.array([0])))
+    jax.eval_shape(lambda new: model.step(weights, new, one), tokens[:1, 7])  # the state is known
     step(weights, tokens[:, 7], full)
     more = np.array([3, 2])
     match = r"^state.position \+ lengths has 8 to 9: expected 0 to 8, .*: give a larger one$"
     with pytest.raises(ValueError, match=match):
         model.prefill(params, tokens[:, :3], more, 0, state=state)
-    model.prefill(params, tokens[:, :3], np.array([3, 1]), 0, state=state)
-    first = model.first_state(params, 2, 2, RNG)
+    fewer, known = np.array([3, 1]), state._replace(position=np.asarray(state.position))
+    jax.eval_shape(lambda new: model.prefill(params, new, fewer, 0, state=known), tokens[:, :3])
+    first = jax.jit(model.first_state, static_argnums=(1, 2))(params, 2, 2, RNG)
     with pytest.raises(ValueError, match="has 3 to 3: expected 0 to 2, the state's capacity"):
         model.prefill(params, tokens[:, :3], np.array([3, 3]), 0, state=first)
 
@@ -246,10 +249,12 @@ def test_a_state_of_one_size_goes_on_as_far_as_positions_are_held():
     for options, most in (({}, None), (AXIAL, 30)):
         model = linear_lm(**options)
         params = plain.init(model, (1, LENGTH))
-        state = model.first_state(params, 1, 1, RNG)._replace(position=jnp.array([30]))
-        weights, token = model.for_decoding(params), np.array([1])
+        first = jax.jit(model.first_state, static_argnums=(1, 2))(params, 1, 1, RNG)
+        state = jax.device_get(first)._replace(position=np.array([30]))
+        weights, token = jax.jit(model.for_decoding)(params), np.array([1])
         if most is None:
-            model.step(weights, token, state)
+            step = functools.partial(model.step, weights, state=state)
+            jax.eval_shape(step, token)
         else:
             with pytest.raises(ValueError, match="^state.position has 30 to 30: expected 0 to 29"):
                 model.step(weights, token, state)

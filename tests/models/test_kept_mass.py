@@ -66,6 +66,7 @@ def test_layers_are_measured_on_their_own_inputs():
     assert abs(float(found[2] - found[4])) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [dict(scan_layers=False), dict(remat_policy="attention")], ids=str
 )

@@ -329,9 +329,10 @@ def test_every_step_is_that_of_the_forward(name):
 def test_no_target_is_longer_than_the_capacity():
     model, params = make("post-norm, axial")
     source = np.ones((2, 5), np.int32)
-    weights, token = model.for_decoding(params), np.array([1, 1])
-    _, decoding, memory = model.prefill(params, weights, source, 2)
-    _, decoding = model.step(weights, token, decoding, memory)
+    weights, token = jax.jit(model.for_decoding)(params), np.array([1, 1])
+    start = jax.jit(model.prefill, static_argnames="capacity")
+    _, decoding, memory = start(params, weights, source, capacity=2)
+    _, decoding = jax.jit(model.step)(weights, token, decoding, memory)
     match = "^decoding.position has 2 to 2: expected 0 to 1, below .* 2: give a larger one$"
     with pytest.raises(ValueError, match=match):
         model.step(weights, token, decoding, memory)

@@ -74,7 +74,7 @@ def flat(tree):
 
 def plainly(model, trained, merged, rule):
     """The weights after descent on `trained` alone, of which `merged` makes the model's."""
-    state = rule.init(trained)
+    state = jax.jit(rule.init)(trained)
 
     @jax.jit
     def descend(trained, state, tokens):

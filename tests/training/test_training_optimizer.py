@@ -391,17 +391,24 @@ def test_own_weights_that_begin_constant_do_not_decay():
         """The update of a gradient of 0."""
         return tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)[0]
 
-    found = set()
-    for row in {row.factory: row for row in ROWS}.values():
-        op = row.op()
-        dims = op.dims(*2 * [np.zeros((1, 9, 2, 4), np.float32)])
-        own = jax.jit(lambda rng, op=op, dims=dims: op.init(rng, dims))(jax.random.key(0))
-        for path, x in jax.tree_util.tree_leaves_with_path(own):
-            if np.all(np.atleast_1d(x)[..., :1] == x):
-                params = {"layer": {"attention": {"op": {path[-1].key: x}}}}
-                (update,) = jax.tree.leaves(still(params))
-                assert not np.any(update), (row.name, path)
-                found.add(path[-1].key)
+    @jax.jit
+    def own_weights(rng):
+        """Of one row of each op, by its name, as in a layer of a model."""
+        found = {}
+        for row in {row.factory: row for row in ROWS}.values():
+            op = row.op()
+            own = op.init(rng, op.dims(*2 * [np.zeros((1, 9, 2, 4), np.float32)]))
+            found[row.name] = {"attention": {"op": own}}
+        return found
+
+    found, weights = set(), jax.device_get(own_weights(jax.random.key(0)))
+    updates = jax.tree.leaves(still(weights))
+    for (path, x), update in zip(
+        jax.tree_util.tree_leaves_with_path(weights), updates, strict=True
+    ):
+        if np.all(np.atleast_1d(x)[..., :1] == x):
+            assert not np.any(update), path
+            found.add(path[-1].key)
     assert {"bias", "near_keys_norm", "far_values_norm"} <= found
 
 

@@ -164,7 +164,7 @@ def test_reading_on_is_reading_at_once(kind):
     for i in range(3):
         whole[i, : first[i] + more[i]] = TOKENS[i, : first[i] + more[i]]
         then[i, : more[i]] = TOKENS[i, first[i] : first[i] + more[i]]
-    _, state = prefill(params, TOKENS[:, :9], first, capacity=30)
+    _, state = prefill(params, TOKENS[:, :16], first, capacity=30)
     got, state = prefill(params, then, more, capacity=30, state=state)
     want, at_once = prefill(params, whole, first + more, capacity=30)
     assert_trees_close((got, state), (want, at_once), 2e-5)
