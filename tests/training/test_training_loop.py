@@ -69,6 +69,17 @@ def test_examples_in_turn_go_on_behind_other_batches():
         assert len(set(read)) == len(read) and found == sorted(found)
 
 
+def test_examples_in_turn_go_on_behind_drawn_ones():
+    """A stage that draws its examples, in smaller batches, makes no earlier ones come again."""
+    task = tiny.counting().replace(in_order=True)
+    drawn = stages.Stage(until=6, batch_size=1, task=task.replace(in_order=False))
+    given = [stages.Stage(until=4, batch_size=6), drawn]
+    arguments = worker.arguments(steps=9, batch_size=2, stages=given)
+    settings = TrainSettings(**arguments | {"task": task})
+    found = [settings.batch_number(step) for step in range(9)]
+    assert found == [0, 1, 2, 3, 4, 5, 12, 13, 14]  # from example 24 on
+
+
 def test_what_an_evaluation_cannot_do_is_told_before_the_first_step(tmp_path):
     def refuse(split, batch_size, length, stride):
         raise SettingError(f"stride={stride} must be 16")
