@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import numpy as np
 import optax
 import pytest
 
+from reformax.data.base import byte_language_model
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
+from reformax.training.evaluations import Evaluation
 from reformax.training.settings import TrainSettings
 from tests.training import tiny, worker
 
@@ -674,6 +677,18 @@ def test_bad_stages_are_told_before_the_first_step(tmp_path, given, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         run(tmp_path, stages=[stages.Stage(**stage) for stage in given])
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("where", ["stages[0]", "evaluations['other']"])
+def test_bytes_that_have_other_ids_are_told(where):
+    splits = dict.fromkeys(("train", "valid", "test"), np.arange(99, dtype=np.uint8))
+    own, other = (byte_language_model("bytes", splits, offset) for offset in (0, 3))
+    given = {"stages": [stages.Stage(until=9, task=other)]}
+    if "stages" not in where:
+        given = {"evaluations": {"other": Evaluation(task=other)}}
+    message = f"{where}.task is bytes, whose bytes are the last of 259 ids, and the run's of 256: s"
+    with pytest.raises(SettingError, match=f"^{re.escape(message)}"):
+        TrainSettings(**worker.arguments() | {"task": own} | given)
 
 
 @pytest.mark.slow
