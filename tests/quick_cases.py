@@ -230,6 +230,7 @@ QUICK = {
             "partial yarn",
             "linear",
             "llama3",
+            "longrope",
             "turns",
             "rms plus one",
             "norms of outputs",
@@ -244,7 +245,7 @@ QUICK = {
         "test_steps_of_decoding_are_rows_of_the_whole": ["key_conv, normed-dsa"],
         "test_layers_differ_in_the_places_of_norms": ["places0"],
         "test_an_algorithm_chooses_by_convolved_keys": ["op1"],
-        "test_packed_rows_compute_what_single_ones_do": ["key_conv"],
+        "test_packed_rows_compute_what_single_ones_do": ["key_conv", "longrope"],
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],

@@ -32,7 +32,7 @@ from reformax.convert.hugging_face_config import (
     activation_of,
     requirement,
 )
-from reformax.convert.spec import NO_OPTIONS, Op, Spec, cycle_of
+from reformax.convert.spec import Op, Spec, cycle_of
 from reformax.convert.tables import Tensor, layer_norm
 from reformax.declared import (
     Count,
@@ -283,7 +283,7 @@ def _attention_of(spec: Spec) -> dict[str, Any]:
 
 
 def _require_same_function(op: Op, pad_chunks: int) -> None:
-    wanted = NO_OPTIONS | {"n_chunks_after": 0}
+    wanted: dict[str, Any] = {"n_chunks_after": 0}
     if op.name == "local":
         wanted |= {"window": None, "shared_qk": False}
         if op.option("n_chunks_before") > 1:
@@ -294,7 +294,7 @@ def _require_same_function(op: Op, pad_chunks: int) -> None:
         n_eval = op.option("n_hashes_eval")
         _require(n_eval in (None, op.option("n_hashes")), f"n_hashes_eval is {n_eval}", "n_hashes")
         _require(op.option("n_buckets") != "auto", "n_buckets is 'auto'", "a number")
-    op.require(_require, **wanted)
+    op.require_plain(_require, **wanted)
 
 
 def table(spec: Spec) -> list[Tensor]:

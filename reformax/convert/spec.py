@@ -33,8 +33,8 @@ OPS = {
 }
 # Those that see all keys, in two orders of computing.
 DENSE = ("dense", "flash")
-# Options of all ops that no other package's layers have.
-NO_OPTIONS = {"soft_cap": None, "scale_by_length": None}
+# Options of logits and of their softmax that no other package's layers have.
+_PLAIN = {"soft_cap": None, "scale_by_length": None, "scale": None, "learned_sinks": False}
 
 # What may take the place of dense layers, and no other package's models have.
 REPLACEMENTS = (
@@ -67,6 +67,12 @@ class Op(NamedTuple):
         for name, value in wanted.items():
             found = self.option(name)
             require(found == value, f"{self.name}'s {name} is {found!r}", repr(value))
+
+    def require_plain(self, require: Require, **wanted: Any) -> None:
+        """`require`, and also that the logits and their softmax are as in other packages."""
+        known = inspect.signature(OPS[self.name]).parameters
+        plain = {name: value for name, value in _PLAIN.items() if name in known}
+        self.require(require, **plain, **wanted)
 
 
 class Spec(NamedTuple):
@@ -180,8 +186,7 @@ class Spec(NamedTuple):
         """Calls `require` for each attention, which must be dense without options."""
         for op in self.attention:
             require(op.name in DENSE, f"the attention is {op.name}", "dense or flash")
-            flash = {"scale": None, "learned_sinks": False} if op.name == "flash" else {}
-            op.require(require, **NO_OPTIONS, **flash)
+            op.require_plain(require)
 
     def gin(self) -> str:
         """The spec as lines of a gin file, imports included."""

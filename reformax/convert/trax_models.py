@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reformax.convert import tables, trax_files
-from reformax.convert.spec import NO_OPTIONS, Op, Spec
+from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.layers._trax import ShapeDtype, tl, trax
 from reformax.ops.hashing.circle import SELF_SCORE
@@ -105,7 +105,7 @@ def _check(spec: Spec) -> None:
     spec.require(require, first_token=0, n_kv_heads=None, n_qk_heads=None, norm_epsilon=1e-6)
     for op in spec.attention:
         require(op.name in _OPS, f"the attention is {op.name}", f"one of {', '.join(_OPS)}")
-        op.require(require, **NO_OPTIONS, **_wanted(op))
+        op.require_plain(require, **_wanted(op))
     length = length_of(spec)
     fits = length % _chunks(spec) == 0 and length <= (spec.max_length() or length)
     require(fits, f"positions are {spec.max_length()}", f"a multiple of chunks of {_chunks(spec)}")
@@ -131,8 +131,6 @@ def _wanted(op: Op) -> dict[str, Any]:
         n_eval = op.option("n_hashes_eval")
         same = {} if n_eval == op.option("n_hashes") else {"n_hashes_eval": None}
         return {"count_once": False, "wrap": True, "self_score": SELF_SCORE} | same
-    if op.name == "flash":
-        return {"scale": None, "learned_sinks": False}
     if op.name != "local":
         return {"attend_self_if_alone": True} if op.name == "shared_qk" else {}
     around = op.option("n_chunks_before") > 1 or op.option("n_chunks_after") > 0

@@ -49,10 +49,16 @@ def in_context(
       answer_weight: the loss's weight of an answer's tokens; that of others is 1.
 
     Raises:
-      ValueError: the task is no text, or has neither bytes nor a vocabulary; there are no tasks.
+      ValueError: the task is no text, is of chats, or has neither bytes nor a vocabulary; there are
+        no tasks.
     """
     if task.kind != "text":
         raise SettingError(f"task is {task.name}: give a text, such as text.text()")
+    if task.document_mask and task.borders is None:  # no row would have tasks
+        raise SettingError(
+            f"task is {task.name}, whose rows have tokens that are not predicted: give a text, "
+            "such as text.text()"
+        )
     if not tasks:
         raise SettingError(f"tasks is (): give some of {', '.join(TASKS)}")
     encode = encoder_of(task)

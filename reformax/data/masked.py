@@ -79,8 +79,8 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
 
     def train_batch(seed: int, step: int, batch_size: int, given: int) -> Batch:
         check_length(given)
-        tokens = task.train_batch(seed, step, batch_size, length).inputs
-        return hidden(tokens, *draws(generator(seed, step), tokens.shape), np.True_)
+        tokens, _, weights = task.train_batch(seed, step, batch_size, length)
+        return hidden(tokens, *draws(generator(seed, step), tokens.shape), weights > 0)
 
     def eval_batches(split: str, batch_size: int, given: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size)
@@ -116,6 +116,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         fingerprint=fingerprint
         and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}{mask_id_of}"),
         masked=True,
+        in_order=task.in_order,
         vocabulary=task.vocabulary,
         summary=task.summary,
     )

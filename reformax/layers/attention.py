@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Size, Unsupported
@@ -149,12 +149,21 @@ class Attention(AttentionDecoding, PlannedAttention):
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
         Plans are made of rotated vectors, because hashes look for large logits, which are products
-        of rotated ones. Only `key_conv` reads the segments.
+        of rotated ones. `key_conv` reads the segments, and "longrope" which positions are padding.
         """
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
+        if positions is None and segment_ids is not None:
+            positions = self._before_padding(segment_ids.astype(bool))
         qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
         arranged = context_parallel.arrange(self.op, qkv.of_op, self.position_bias is not None)
         return arranged._replace(gate=qkv.gate)
+
+    def _before_padding(self, tokens: Bool[Array, "B T"]) -> Int[Array, "B T"] | None:
+        """The positions of rows whose padding makes none a long one; None: 0 to T - 1 will do."""
+        if self.rotary.scaling != "longrope":
+            return None
+        index = jnp.arange(tokens.shape[1])[None]
+        return jnp.minimum(index, jnp.max(jnp.where(tokens, index, 0), axis=1, keepdims=True))
 
     def _convolved(self, params, heads: dict[str, Array], segment_ids=None) -> dict[str, Array]:
         """The projections with `key_conv`."""
@@ -240,12 +249,17 @@ class Attention(AttentionDecoding, PlannedAttention):
         """The state before the first position of `batch` rows, in layers that compute in `dtype`.
 
         Raises:
-          Unsupported: the layer is not causal, has `key_conv`, or its algorithm carries no state.
+          Unsupported: the layer is not causal, has `key_conv` or angles by the length of a text, or
+            its algorithm carries no state.
         """
         if not self.causal:
             raise Unsupported("causal is False: only causal layers carry a state, set causal=True")
         if self.key_conv:
             raise Unsupported(f"key_conv is {self.key_conv}: it carries no state, leave it out")
+        if self.rotary.scaling == "longrope":
+            raise Unsupported(
+                "rotary_scaling is 'longrope', by which angles depend on what follows: take another"
+            )
         return self.op.first_state(batch, self._dims, jnp.dtype(dtype))
 
     def apply_from(

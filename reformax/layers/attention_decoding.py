@@ -72,13 +72,11 @@ class AttentionDecoding:
         """
         self._check_decodes()
         heads = self._project_all(params, x)
-        index, positions = jnp.arange(x.shape[1])[None], None
-        if self.rotary.scaling == "longrope":  # padding makes no row a long one
-            positions = jnp.minimum(index, lengths[:, None] - 1)
-        unshifted = self._to_qkv(params, self._convolved(params, heads), positions)
-        qkv = self._with_next_value(params, unshifted)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = index < lengths[:, None]
+        tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
+        convolved = self._convolved(params, heads)
+        unshifted = self._to_qkv(params, convolved, self._before_padding(tokens))
+        qkv = self._with_next_value(params, unshifted)
         if plan is None:
             plan = self.plan(params, qkv, tokens, rng, length=capacity)
 

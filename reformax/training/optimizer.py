@@ -335,6 +335,7 @@ def muon(
             ns_steps=n_iterations,
             beta=momentum,
             weight_decay=weight_decay,
+            weight_decay_mask=decays["mask"],
             mu_dtype=momentum_dtype,
             muon_weight_dimension_numbers=functools.partial(
                 jax.tree_util.tree_map_with_path, lambda path, _: axes_of_matrix(path)

@@ -258,7 +258,7 @@ class TrainSettings:
                 number = max(number, -(-position // stage.batch_size))
             end = min(stage.until, step)
             number, begin = number + end - begin, end
-            position = number * stage.batch_size
+            position = max(position, number * stage.batch_size)
         return number
 
     @functools.cached_property

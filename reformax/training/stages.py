@@ -110,6 +110,12 @@ def check_vocabulary(name: str, task: task_lib.Task, of_run: task_lib.Task) -> N
             f"{name}.task is {task.name}, whose vocabulary is not the run's: leave it out, or make "
             "it of the same vocabulary object as task"
         )
+    of_bytes = task.of_bytes and of_run.of_bytes
+    if of_bytes and task.vocab_size != of_run.vocab_size:
+        raise SettingError(
+            f"{name}.task is {task.name}, whose bytes are the last of {task.vocab_size} ids, and "
+            f"the run's of {of_run.vocab_size}: set the same offset"
+        )
 
 
 def resolved(stages: Sequence[Stage], last: ResolvedStage) -> list[ResolvedStage]:

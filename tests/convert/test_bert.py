@@ -201,6 +201,7 @@ def test_logits_are_those_of_transformers(tmp_path):
         (dict(design=designs.Design(norm="rms")), "norm is 'rms', expected 'layer'"),
         ([Op("local", {})], "the attention is local, expected dense or flash"),
         ([Op("flash", dict(learned_sinks=True))], "flash's learned_sinks is True, expected False"),
+        ([Op("dense", dict(learned_sinks=True))], "dense's learned_sinks is True, expected False"),
     ],
 )
 def test_a_model_that_hugging_face_does_not_have(change, message):

@@ -204,6 +204,7 @@ def test_a_tensor_with_and_without_the_prefix(tmp_path):
         ),
         ([Op("local", {})], "the attention is local, expected dense or flash"),
         ([Op("flash", dict(scale=2.0))], "flash's scale is 2.0, expected None"),
+        ([Op("dense", dict(learned_sinks=True))], "dense's learned_sinks is True, expected False"),
         ([Op("dense", dict(soft_cap=30.0))], "dense's soft_cap is 30.0, expected None"),
     ],
 )

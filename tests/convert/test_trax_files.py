@@ -377,6 +377,14 @@ def test_a_model_that_trax_does_not_have(spec, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("options", [dict(soft_cap=3.0), dict(learned_sinks=True)])
+def test_an_option_of_attention_that_trax_does_not_have(options):
+    """Of learned sinks the weights would be left out."""
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f"dense's {name} is {value}, expected"):
+        trax_models.table(TRANSFORMER._replace(attention=(Op("dense", options),)))
+
+
 def test_heads_that_do_not_divide_the_stream():
     """Trax's TransformerLM has heads of d_model / n_heads."""
     uneven = dict(n_heads=3, d_attention_key=2, d_attention_value=2)

@@ -7,6 +7,7 @@ import pytest
 
 from reformax.data import in_context, question_words, questions
 from reformax.data.associative_recall import associative_recall
+from reformax.data.chats import chats
 from reformax.data.text import text
 from reformax.task import Documents
 
@@ -146,9 +147,17 @@ def test_a_row_too_short_for_a_task_is_text(source):
     assert one.train_batch(0, 0, 2, 300).targets.shape == (2, 300)  # its sentences have more
 
 
+def some_chats(source):
+    """Rows of questions and answers, most tokens of which have no weight."""
+    file = source.parent / f"{source.name}.jsonl"
+    file.write_text('{"prompt": "Who?", "answer": "I."}\n' * 20)
+    return chats(file)
+
+
 @pytest.mark.parametrize(
     "given, options, message",
     [
+        (some_chats, {}, "task is chats, whose rows have tokens that are not predicted: give a te"),
         (lambda source: associative_recall(length=16, n_pairs=(2,)), {}, "whose ids are no bytes"),
         (lambda source: text(source), dict(tasks=()), r"tasks is \(\): give some of needle"),
         (lambda source: text(source), dict(tasks=("neddle",)), "tasks is .*neddle"),

@@ -119,6 +119,16 @@ def test_windows_of_a_text(tmp_path, fails_in_one_line):
         assert (batch.inputs == size).any()
 
 
+def test_windows_in_turn_are_taken_so(tmp_path):
+    """A run of stages asks for the order; an end that two windows have is hidden in one alone."""
+    (tmp_path / "it.txt").write_bytes(bytes(range(1, 101)))
+    own = text.text(tmp_path / "it.txt", offset=1, windows="each_once")
+    task = masked(own, 32, rate=1.0)
+    assert task.in_order and not masked(text.text(tmp_path / "it.txt", offset=1), 32).in_order
+    batches = [task.train_batch(0, step, 1, 32) for step in range(3)]  # 90 tokens
+    assert sum(batch.weights.sum() for batch in batches) == own.n_targets("train") == 90
+
+
 def test_what_does_not_fit_is_refused(both, fails_in_one_line):
     own, task = both
     for call, message in (

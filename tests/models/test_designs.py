@@ -53,6 +53,13 @@ CHOICES = {
     "linear": dict(rotary_scaling="linear", rotary_factor=4.0),
     "llama3": YARN | dict(rotary_scaling="llama3"),
     "turns": YARN | dict(rotary_slow_turns=0.5, rotary_fast_turns=3.0),
+    "longrope": dict(
+        rotary_scaling="longrope",
+        rotary_factor=4.0,
+        rotary_trained_length=6,
+        rotary_short_factors=(1.0, 1.1, 1.3, 1.6),
+        rotary_long_factors=(1.5, 2.0, 3.0, 4.0),
+    ),
     "rms plus one": dict(norm="rms_plus_one", qk_norm=True),
     "norms of outputs": dict(norm="rms", norm_place="output", qk_norm="joint"),
     "norms of both": dict(norm_place="both", embedding_scale=3.0),
@@ -96,7 +103,7 @@ def activated(x, name):
     return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def frequencies(design, n_rotated):
+def frequencies(design, n_rotated, n_positions):
     """Of each pair: Su et al. 2021, and the published code of Peng et al. 2023."""
     base, s = design.rotary_base, design.rotary_factor
     slow, fast = design.rotary_slow_turns or 1, design.rotary_fast_turns or 32
@@ -106,6 +113,10 @@ def frequencies(design, n_rotated):
     length = design.rotary_trained_length
     if design.rotary_scaling == "linear":
         return theta / s, 1.0
+    if design.rotary_scaling == "longrope":
+        is_long = n_positions > length
+        factors = design.rotary_long_factors if is_long else design.rotary_short_factors
+        return theta / factors, math.sqrt(1 + math.log(s) / math.log(length))
     if design.rotary_scaling == "llama3":  # the published code of Llama 3.1, pair by pair
         wavelengths = [2 * math.pi / x for x in theta]
         smooth = [(length / w - 1) / (4 - 1) for w in wavelengths]
@@ -126,7 +137,7 @@ def frequencies(design, n_rotated):
 
 def rotated(x, design):
     n_rotated = int(design.rotary_fraction * x.shape[-1])
-    theta, magnitude = frequencies(design, n_rotated)
+    theta, magnitude = frequencies(design, n_rotated, x.shape[1])
     turn = np.exp(1j * np.arange(x.shape[1])[:, None] * theta)[None, :, None]
     half = n_rotated // 2
     z = (x[..., :half] + 1j * x[..., half:n_rotated]) * turn * magnitude
@@ -376,7 +387,7 @@ def test_an_algorithm_chooses_by_convolved_keys(op):
     assert np.any(np.asarray(chosen(weights)) != np.asarray(chosen(0 * weights)))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "scaled, learnt", "elementwise", "key_conv"])
+@pytest.mark.parametrize("name", ["qwen3", "scaled, learnt", "elementwise", "key_conv", "longrope"])
 def test_packed_rows_compute_what_single_ones_do(name):
     model = TransformerLM(**SMALL, n_kv_heads=2, design=DESIGNS[name])
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
@@ -386,6 +397,21 @@ def test_packed_rows_compute_what_single_ones_do(name):
     for part in (slice(0, 5), slice(5, None)):
         alone = apply(params, tokens[:, part], RNG)
         np.testing.assert_allclose(packed[:, part], alone, atol=2e-5)
+
+
+def test_padding_makes_no_row_a_long_one():
+    """By "longrope" the positions of a text go by its own length, in a padded row too."""
+    options = SMALL | dict(design=DESIGNS["longrope"], mode="eval")
+    model, decoder = TransformerMaskedLM(**options, pos_type="rotary"), TransformerLM(**options)
+    params, of_decoder = (plain.init(x, (2, LENGTH)) for x in (model, decoder))
+    tokens, rng = np.maximum(some_tokens(5), 1), jax.random.PRNGKey(0)
+    padded, mask = np.pad(tokens, ((0, 0), (0, 8))), np.arange(LENGTH)[None] < np.full((2, 1), 5)
+    for apply in (
+        lambda tokens, mask: model.features(params, tokens),
+        lambda tokens, mask: decoder.encode(of_decoder, tokens, mask.astype(np.int32), rng),
+    ):
+        got, want = jax.jit(apply)(padded, mask), jax.jit(apply)(tokens, mask[:, :5])
+        np.testing.assert_allclose(got[:, :5], want, atol=2e-5)
 
 
 def test_products_of_every_matrix_are_fp8_in_training():

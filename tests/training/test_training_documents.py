@@ -7,6 +7,7 @@ import pytest
 import evaluate as evaluate_script
 import train
 from reformax.data.base import WindowSettings, byte_language_model
+from reformax.data.mixture import mixture
 from reformax.models import ReformerLM
 from reformax.ops import local, lsh
 from reformax.training import by_position, dry_run, evaluation, optimizer
@@ -47,6 +48,15 @@ def test_an_evaluation_scores_documents_alone():
     assert found["bits_per_dim"] == pytest.approx(nats / 40 / np.log(2.0), rel=1e-5)
     (band,) = by_position.by_position(model, params, task, **sizes).documents
     assert band.n_targets == 40 and band.bits == pytest.approx(found["bits_per_dim"], rel=1e-5)
+
+
+def test_no_position_in_a_document_is_told_where_a_mixture_has_windows():
+    """They may begin within one, which the segments of a window do not say."""
+    tasks = [task_of([5, 70, 5, 21])[0], task_of([30, 60])[0]]
+    task = mixture(tasks, (1.0, 1.0))
+    batches = task.eval_batches("valid", 2, 16, 16)
+    for *_, positions in by_position._with_positions(batches, task, "valid", lambda index: True):
+        assert (positions == -1).all()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import numpy as np
 import optax
 import pytest
 
+from reformax.data.base import byte_language_model
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
+from reformax.training.evaluations import Evaluation
 from reformax.training.settings import TrainSettings
 from tests.training import tiny, worker
 
@@ -67,6 +70,17 @@ def test_examples_in_turn_go_on_behind_other_batches():
         ]
         read = [place for part in places for place in part]
         assert len(set(read)) == len(read) and found == sorted(found)
+
+
+def test_examples_in_turn_go_on_behind_drawn_ones():
+    """A stage that draws its examples, in smaller batches, makes no earlier ones come again."""
+    task = tiny.counting().replace(in_order=True)
+    drawn = stages.Stage(until=6, batch_size=1, task=task.replace(in_order=False))
+    given = [stages.Stage(until=4, batch_size=6), drawn]
+    arguments = worker.arguments(steps=9, batch_size=2, stages=given)
+    settings = TrainSettings(**arguments | {"task": task})
+    found = [settings.batch_number(step) for step in range(9)]
+    assert found == [0, 1, 2, 3, 4, 5, 12, 13, 14]  # from example 24 on
 
 
 def test_what_an_evaluation_cannot_do_is_told_before_the_first_step(tmp_path):
@@ -663,6 +677,18 @@ def test_bad_stages_are_told_before_the_first_step(tmp_path, given, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         run(tmp_path, stages=[stages.Stage(**stage) for stage in given])
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("where", ["stages[0]", "evaluations['other']"])
+def test_bytes_that_have_other_ids_are_told(where):
+    splits = dict.fromkeys(("train", "valid", "test"), np.arange(99, dtype=np.uint8))
+    own, other = (byte_language_model("bytes", splits, offset) for offset in (0, 3))
+    given = {"stages": [stages.Stage(until=9, task=other)]}
+    if "stages" not in where:
+        given = {"evaluations": {"other": Evaluation(task=other)}}
+    message = f"{where}.task is bytes, whose bytes are the last of 259 ids, and the run's of 256: s"
+    with pytest.raises(SettingError, match=f"^{re.escape(message)}"):
+        TrainSettings(**worker.arguments() | {"task": own} | given)
 
 
 @pytest.mark.slow

@@ -247,6 +247,19 @@ def test_muon_is_its_iteration_for_the_matrices_and_adamw_for_the_rest(rms, n_it
     assert sizes == sorted([144, 144, 108, *others, *others])
 
 
+@pytest.mark.parametrize("name, kept", [("w_q", {"w_q"}), ("logits", {"logits"})])
+def test_muon_shrinks_no_matrix_that_no_decay_names(name, kept):
+    """Its own matrices are named as those of AdamW are; without gradients they only shrink."""
+    tx = optimizer.muon(0.1, no_decay=rf"{name}|embed|norm|(^|\.)b(_\w+|\d)?$", weight_decay=0.5)
+    params, _ = updated(tx, [jax.tree.map(np.zeros_like, STACK)])
+    block, before = (x["stack"]["block_0"] for x in (params, STACK))
+    pairs = {x: (block["attention"][x], before["attention"][x]) for x in ("w_q", "w_o")}
+    pairs |= {"w1": (block["feed_forward"]["w1"], before["feed_forward"]["w1"])}
+    pairs |= {"logits": (params["logits"]["w"], STACK["logits"]["w"])}
+    for which, (found, first) in pairs.items():
+        np.testing.assert_allclose(found, first * (1 if which in kept else 0.95), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_muons_two_schedules_are_as_long_as_the_run():
     cosines = (optimizer.cosine(x, warmup_steps=0) for x in (0.05, 0.03))

@@ -10,6 +10,7 @@ import pytest
 
 from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
+from reformax.models.designs import Design
 from reformax.ops import kda, linear, local
 from reformax.training import loop, loss, mesh, step, truncated_backprop
 from tests.helpers import assert_trees_close
@@ -103,6 +104,13 @@ def test_parts_of_rows_leave_one_step_s_numbers_in_buffers():
     assert_trees_close(*of_weights, 1e-6)
 
 
+LONGROPE = Design(
+    rotary_scaling="longrope",
+    rotary_factor=2.0,
+    rotary_trained_length=16,
+    rotary_short_factors=(1.0,) * 4,
+    rotary_long_factors=(2.0,) * 4,
+)
 SHORT = dict(pos_type="axial", pos_axial_shape=(16,), pos_d_axial_embs=(SIZES["d_model"],))
 
 
@@ -112,6 +120,7 @@ SHORT = dict(pos_type="axial", pos_axial_shape=(16,), pos_d_axial_embs=(SIZES["d
         (model_of(), 25, "backprop_len is 8: expected a divisor of length, 25"),
         (model_of(attention_type=local.local()), 24, "backprop_len is 8, but op is local: it carr"),
         (model_of(ReformerLM), 24, "backprop_len is 8, but ReversibleStack carries no states"),
+        (model_of(design=LONGROPE), 24, "backprop_len is 8, but rotary_scaling is 'longrope', by"),
         (object(), 24, "backprop_len is 8, but object carries no states"),
         (model_of(**SHORT), 24, "length is 24: the model has 16 positions, in pos_axial_shape"),
     ],

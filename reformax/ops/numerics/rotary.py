@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -22,6 +23,14 @@ def angles_at(
     """Angles t * base^(-f / F) of each position and frequency."""
     frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
     return jnp.multiply.outer(position.astype(frequency.dtype), frequency)
+
+
+def _last_of_text(position: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
+    """The last position of each one's text, which ends where the next is not one more."""
+    ends = jnp.diff(position, axis=-1, append=position[..., -1:]) != 1
+    index = jnp.where(ends, jnp.arange(position.shape[-1]), position.shape[-1])
+    end = jax.lax.cummin(index, axis=position.ndim - 1, reverse=True)
+    return jnp.take_along_axis(position, end, axis=-1)
 
 
 # Coordinates of a grid are small numbers, so that their wavelengths are short (Heo et al. 2024).
@@ -75,7 +84,7 @@ class RotaryAngles:
         (Chen et al. 2023, "Extending Context Window of Large Language Models via Position
         Interpolation"): all frequencies are divided by the factor. "longrope" (Ding et al. 2024,
         "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens"): each pair's frequency is
-        divided by a number of its own, of `long_factors` in a row that has a position beyond the
+        divided by a number of its own, of `long_factors` in a text that has a position beyond the
         trained length and else of `short_factors`; queries and keys are multiplied by
         `sqrt(1 + ln factor / ln trained_length)`, as in Phi-3. None: none of these.
       factor: with `scaling`, the ratio of the longest length to the trained one.
@@ -158,7 +167,7 @@ class RotaryAngles:
         if self.scaling is None:
             return angles
         if self.scaling == "longrope":
-            is_long = jnp.max(position, axis=-1, keepdims=True) >= self.trained_length
+            is_long = _last_of_text(position) >= self.trained_length
             factors = [jnp.array(x, angles.dtype) for x in (self.long_factors, self.short_factors)]
             return angles / jnp.where(is_long[..., None], *factors)
         kept = 0.0 if self.scaling == "linear" else self._kept(n_pairs)
