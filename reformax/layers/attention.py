@@ -145,16 +145,17 @@ class Attention(AttentionDecoding, PlannedAttention):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> QKV:
-        """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
+    ) -> tuple[QKV, Array | None]:
+        """Queries, keys and values of all heads, rotated by their positions if `use_rotary`; and
+        the gate of the output, if there is one.
 
         Plans are made of rotated vectors, because hashes look for large logits, which are products
         of rotated ones. Only `key_conv` reads the segments.
         """
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
         qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
-        arranged = context_parallel.arrange(self.op, qkv.of_op, self.position_bias is not None)
-        return arranged._replace(gate=qkv.gate)
+        qkv = context_parallel.arrange(self.op, qkv, self.position_bias is not None)
+        return qkv, heads.get(ATTENTION_GATE)
 
     def _convolved(self, params, heads: dict[str, Array], segment_ids=None) -> dict[str, Array]:
         """The projections with `key_conv`."""
@@ -197,15 +198,14 @@ class Attention(AttentionDecoding, PlannedAttention):
         for name in extra:
             if (up := params.get(f"up_{name}")) is not None:
                 low = heads[name][:, :, 0]
-                heads |= {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
+                heads = heads | {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
         heads = self._normed(params, heads)
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
             how = self.rotary_grid, self.rotary
             heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
         extra_projections = {name: heads[name] for name in extra}
-        gate = heads.get(ATTENTION_GATE)
-        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None, gate)
+        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None)
 
     def apply(
         self,
@@ -230,9 +230,10 @@ class Attention(AttentionDecoding, PlannedAttention):
         tokens = tokens_of(mask)
         check_floats("x", x, "batch", "length", "features")
         check_mask("mask", mask, "x", x)
-        qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
+        qkv, gate = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng) if plan is None else plan
-        return self.attend(params, qkv, plan, mask, rng, run), plan
+        out = self.attend(params, qkv, plan, mask, rng, run)
+        return self.combine(params, out, gate, rng), plan
 
     # A part of a sequence, from the state of the parts before it.
 
@@ -263,9 +264,10 @@ class Attention(AttentionDecoding, PlannedAttention):
         tokens = tokens_of(mask)
         check_floats("x", x, "batch", "length", "features")
         check_mask("mask", mask, "x", x)
-        qkv = self._to_qkv(params, self._project_all(params, x), tokens.positions)
-        out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
-        return self.combine(params, out, qkv.gate, rng), state
+        heads = self._project_all(params, x)
+        qkv = self._to_qkv(params, heads, tokens.positions)
+        out, state = self._heads_from(params, qkv, state, int32_ids(tokens.segment_ids))
+        return self.combine(params, out, heads.get(ATTENTION_GATE), rng), state
 
     def _heads_from(self, params, qkv: QKV, state, segment_ids):
         if (n := devices.n_sequence_shards()) > 1:

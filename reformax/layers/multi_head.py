@@ -53,25 +53,18 @@ class QKV(NamedTuple):
 
     `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
     the memory. `extra_projections` are the further projections that the algorithm reads, if it
-    reads any. `gate` is that of the output, `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid;
-    only the layer reads it.
+    reads any.
     """
 
     q: Array
     k: Array | None
     v: Array
     extra_projections: dict[str, Array] | None = None
-    gate: Array | None = None
 
     @property
     def arrays(self) -> tuple[Array, Array | None, Array]:
         """Queries, keys and values."""
         return self.q, self.k, self.v
-
-    @property
-    def of_op(self) -> QKV:
-        """The part that the algorithm reads: all but the gate."""
-        return self._replace(gate=None)
 
 
 # What Trax's models construct an attention layer with, by name.
@@ -332,7 +325,10 @@ class MultiHead(Layer):
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
     ) -> Float[Array, "B T D"]:
-        """The output projection of all heads, times their gate if there is one, and dropout."""
+        """The output projection of all heads, times their gate if there is one, and dropout.
+
+        `gate` is `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid.
+        """
         out = gated(out, gate)
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.

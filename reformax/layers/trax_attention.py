@@ -232,9 +232,10 @@ class TraxAttention(Layer):
         """`(output, new state)` of some examples and some heads."""
         params = dict(zip(self._names, weights, strict=True), op=())
         attention = dataclasses.replace(self._attention, n_heads=len(params["w_o"]))
-        qkv = attention.project(params, x)
+        qkv, _ = attention.project(params, x)
         plan, state = self._plan(qkv, segment_ids, state, update_state)
-        return attention.attend(params, qkv, plan, segment_ids, rng), state
+        out = attention.attend(params, qkv, plan, segment_ids, rng)
+        return attention.combine(params, out, rng=rng), state
 
     def _init_state(self, rng, batch: int, length: int) -> tuple[jax.Array, ...]:
         """The state of a fresh layer."""
