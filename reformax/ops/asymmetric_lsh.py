@@ -29,7 +29,8 @@ from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_impl
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, SharedByBatch, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.sorted_order import (
     arange_last,

@@ -33,8 +33,9 @@ from reformax.declared import Count, NonNegative, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KernelObstacles, choose_impl
+from reformax.ops.calls.dispatch import choose_impl
 from reformax.ops.calls.heads import grouped
+from reformax.ops.calls.obstacles import KernelObstacles
 from reformax.ops.compressing.attention import Summaries, in_kernels, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import (

@@ -35,16 +35,14 @@ from reformax.declared import NonNegative, SettingError, Size, Unsupported, Widt
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import (
-    KERNELS,
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, compute_by
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import (
     MAX_GROUP,
     KernelObstacles,
-    choose_impl,
-    compute_by,
     group_obstacles,
     kernel_obstacles,
 )
-from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.blocks import in_parts, newest_block

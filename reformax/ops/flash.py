@@ -18,14 +18,9 @@ from jaxtyping import Array, Float
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import (
-    INTERPRETED,
-    KERNELS,
-    choose_impl,
-    compute_by,
-    kernel_obstacles,
-)
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, compute_by
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens

@@ -27,7 +27,8 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,

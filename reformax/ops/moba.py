@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, compute_by, group_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import group_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.indexing.blocks import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones

@@ -11,13 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.declared import SettingError
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    MAX_GROUP,
-    KernelObstacles,
-    compute_by,
-    group_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, compute_by
+from reformax.ops.calls.obstacles import MAX_GROUP, KernelObstacles, group_obstacles
 from reformax.ops.compressing.attention import Summaries, in_kernels, to_window
 from reformax.ops.compressing.summaries import (
     Series,

@@ -13,7 +13,7 @@ from reformax import devices
 from reformax.buffers import Meter, updated
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import NARROW_HEAD
+from reformax.ops.calls.obstacles import NARROW_HEAD
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.sharding import queries as sharding
 
@@ -80,7 +80,7 @@ class IndexedChoice:
         return n_pairs if kernel.makes_bits(*sizes, by_list, self._learns) else 0
 
     def _above(self, n_bits: int) -> dict[str, int]:
-        """Sizes that no kernel has, by name, for `dispatch.kernel_obstacles`."""
+        """Sizes that no kernel has, by name, for `obstacles.kernel_obstacles`."""
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         return {name: n for name, (n, most) in above.items() if n > most}
 

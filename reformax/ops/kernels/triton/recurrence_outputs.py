@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from reformax.ops.calls.dispatch import NARROW_HEAD
+from reformax.ops.calls.obstacles import NARROW_HEAD
 from reformax.ops.kernels.triton.common import matmul_in_parts, power_of_two, tile_product
 from reformax.ops.kernels.triton.recurrence_chunk import (
     BITS,
