@@ -31,7 +31,7 @@ from benchmarks.harness import campaign, command_line
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import Answer
-from reformax.declared import user_path
+from reformax.shell import user_path
 
 NEXT_VALUE = "lm.{model}.next_value=True"
 # The settings of each row, by group. A model's own are of {model}.

@@ -44,7 +44,7 @@ from benchmarks.harness import campaign, command_line
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import Answer
-from reformax.declared import user_path
+from reformax.shell import user_path
 
 
 class Task(NamedTuple):

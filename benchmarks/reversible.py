@@ -37,10 +37,10 @@ from benchmarks.harness.language_models import VOCAB_SIZE
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import Answer
 from benchmarks.harness.rows import KEY
-from reformax.declared import user_path
 from reformax.layers import Attention, FeedForward, ReversibleStack, TransformerBlock
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import local, lsh
+from reformax.shell import user_path
 
 DROPOUT = 0.1
 N_SLOTS = 7  # LSH attention is every second layer: with six, those of twelve layers would share

@@ -56,7 +56,8 @@ def load_run(
         attentions, tasks and optimizers of reformax and functions of jax.nn and optax.
     """
     from reformax.cli import errors, saved_run
-    from reformax.declared import SettingError, user_path
+    from reformax.declared import SettingError
+    from reformax.shell import user_path
 
     options = {"mode": mode, "trusted": trust_config}
     try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 import math
 import numbers
 import os
@@ -22,7 +21,6 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 T = TypeVar("T")
@@ -191,25 +189,6 @@ def hints_of(owner: Callable) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name != "return"}
 
 
-def config_flag(setting: str, value: str | int | Mapping[str, int]) -> str:
-    """`--config='SETTING="text"'`, for a shell."""
-    return f"--config={in_quotes(f'{setting}={json.dumps(value, ensure_ascii=False)}')}"
-
-
-def in_quotes(text: str) -> str:
-    """A text in single quotes, for a shell, which takes it as it is whatever quotes it has.
-
-    What is not printable is escaped as bash does, for an error is one line.
-    """
-    if text.isprintable():
-        return "'" + text.replace("'", r"'\''") + "'"
-
-    def escaped(c: str) -> str:
-        return f"\\{c}" if c in "'\\" else c if c.isprintable() else f"\\U{ord(c):08x}"
-
-    return f"$'{''.join(map(escaped, text))}'"
-
-
 def some_of(names: Sequence[str], most: int = 3) -> str:
     """'a, b, c and 5 more': the first names of many, for a line."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
@@ -299,19 +278,3 @@ def _is_number(value: Any, kind: type) -> bool:
 def _is_array(hint: Any) -> bool:
     """Whether an annotation is one of jaxtyping's."""
     return inspect.isclass(hint) and "jaxtyping" in type(hint).__module__
-
-
-def user_path(name: str, path: str | os.PathLike) -> Path:
-    """A path with '~' expanded.
-
-    Raises:
-      SettingError: the path is empty, or begins with the '~' of a user that this machine lacks.
-    """
-    check(name, path, PathName)
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        user = Path(path).parts[0]
-        raise SettingError(
-            f"{name} is {shown(str(path))}: there is no home of {user}: write the folder out"
-        ) from None

@@ -31,28 +31,30 @@ MAY_IMPORT = {
     "devices.py": {"buffers"},
     "memory.py": set(),
     "progress.py": set(),
+    "shell.py": set(),
     "task.py": set(),
     "ops": {"ops", "buffers", "derivatives"},
     "layers": {"ops", "layers", "buffers"},
     "nn.py": {"ops"},
     "flax": {"ops", "nn", "flax", "buffers"},
     "models": {"ops", "layers", "models", "task"},
-    "data": {"data", "durable", "memory", "progress", "task"},
+    "data": {"data", "durable", "memory", "progress", "shell", "task"},
     "training": {
         *("ops", "generation", "training", "buffers", "durable", "memory", "progress"),
-        "task",
+        *("shell", "task"),
     },
     "generation": {"generation", "memory", "progress"},
     "evals": {"evals", "data", "generation", "progress"},
     "cli": {
         *("cli", "ops", "models", "data", "training", "generation", "evals", "durable"),
-        "task",
+        *("shell", "task"),
     },
     "convert": {
         *("ops", "layers", "models", "data", "training", "cli", "convert", "durable", "memory"),
+        "shell",
     },
     "durable.py": set(),
-    "__init__.py": {"cli"},  # by `load_run` alone, when it is called
+    "__init__.py": {"cli", "shell"},  # by `load_run` alone, when it is called
     "__main__.py": {"__version__", "cli"},  # and what its table of commands names
 }
 # The only modules of the package that import each of these.

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from reformax import declared
+from reformax import declared, shell
 from reformax.declared import (
     Count,
     Depth,
@@ -134,8 +134,8 @@ def test_a_dataclass_is_checked_with_the_fields_of_its_parents():
 
 
 def test_a_path_of_a_user_that_is_not_there():
-    assert declared.user_path("data_dir", "~/x") == Path.home() / "x"
+    assert shell.user_path("data_dir", "~/x") == Path.home() / "x"
     with pytest.raises(SettingError, match="^data_dir is '~no-such-user/x': there is no home of"):
-        declared.user_path("data_dir", "~no-such-user/x")
+        shell.user_path("data_dir", "~no-such-user/x")
     with pytest.raises(SettingError, match="^data_dir is '': expected a path"):
-        declared.user_path("data_dir", "")
+        shell.user_path("data_dir", "")

@@ -23,7 +23,7 @@ import reformax
 from reformax.cli import config, configs, evaluate, generate, parsed, statements, train
 from reformax.cli import flags as flags_lib
 from reformax.data import text as text_lib
-from reformax.declared import in_quotes
+from reformax.shell import in_quotes
 
 COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
 QUICKSTART = str(configs.find("quickstart"))

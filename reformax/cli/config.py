@@ -33,7 +33,8 @@ from reformax.cli import (
 from reformax.cli.lookup import TRAIN
 from reformax.cli.overrides import override_of
 from reformax.cli.statements import ConfigError
-from reformax.declared import in_quotes, shown, user_path
+from reformax.declared import shown
+from reformax.shell import in_quotes, user_path
 
 MOST = 2**20  # bytes of a config file
 _TASK = f"{TRAIN}.task"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from reformax.cli import lookup, messages, modules, reading, short_names, statements
 from reformax.cli.overrides import Override
 from reformax.cli.statements import ConfigError
-from reformax.declared import config_flag, expected, fits, in_quotes, user_path
+from reformax.declared import expected, fits
+from reformax.shell import config_flag, in_quotes, user_path
 
 
 def refuse_flags(unknown: Sequence[str], near_flag: Callable[[str], str]) -> None:

@@ -39,7 +39,8 @@ from reformax.data.documents import Source
 from reformax.data.pieces import BYTES, PieceVocabulary
 from reformax.data.splits import By
 from reformax.data.vocabulary import FILE
-from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize, user_path
+from reformax.declared import Name, NonNegative, PathName, SettingError, Size, VocabSize
+from reformax.shell import user_path
 
 # Settings of training that are flags here.
 _FLAGS = (*texts.DEFAULTS, "vocabulary", "vocab_size", "max_held_out")

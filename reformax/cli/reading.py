@@ -19,7 +19,7 @@ from gin.config_parser import BindingStatement, ImportStatement, IncludeStatemen
 
 from reformax.cli import configs, messages, modules, statements, trust
 from reformax.cli.statements import ConfigError, WrittenName
-from reformax.declared import in_quotes
+from reformax.shell import in_quotes
 
 _NOWHERE = Location(None, 0, None, "")
 _DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, _NOWHERE)

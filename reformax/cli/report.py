@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from reformax.cli import prompts, terminal_curve
-from reformax.declared import in_quotes, some_of
+from reformax.declared import some_of
+from reformax.shell import in_quotes
 
 
 def note_unused(

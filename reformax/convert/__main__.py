@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 
 from reformax import memory
 from reformax.cli import config, errors, flags
-from reformax.declared import Count, Name, PathName, SettingError, Size, user_path
+from reformax.declared import Count, Name, PathName, SettingError, Size
+from reformax.shell import user_path
 
 # The command fails if logits differ by more than this share of the largest.
 TOLERANCE = 1e-4

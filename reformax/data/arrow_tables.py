@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reformax.data import files
-from reformax.declared import SettingError, config_flag
+from reformax.declared import SettingError
+from reformax.shell import config_flag
 
 _ROWS = 1024  # rows of a table that are read together
 _TOGETHER, _BUFFER = 2**24, 2**20  # bytes of texts that are read together, and bytes of a read

@@ -23,7 +23,8 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from reformax import memory
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.shell import user_path
 
 # A packed file may unpack to so many bytes, or to so many times its own size, whichever is more.
 MAX_UNPACKED = 2**30

@@ -30,7 +30,8 @@ from reformax.data.base import (
     split_borders,
 )
 from reformax.data.text import split_text
-from reformax.declared import PathName, SettingError, Size, checked, user_path
+from reformax.declared import PathName, SettingError, Size, checked
+from reformax.shell import user_path
 from reformax.task import Task
 
 

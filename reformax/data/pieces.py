@@ -29,7 +29,8 @@ from reformax.data.sentencepieces import SentencePieceModel, learnt
 from reformax.data.stored import crc32_of
 from reformax.data.vocabulary import FILE, check_settings, check_size, read_kept, write_kept
 from reformax.data.vocabulary import fingerprint as hash_of
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.shell import user_path
 
 BYTES = 256  # the size of a text's vocabulary without pieces
 _LEAST_LEARNT = 260  # a piece for each byte, padding, EOS, unknown and a newline

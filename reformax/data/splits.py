@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from reformax.data import files
 from reformax.data.base import SPLITS
-from reformax.declared import SettingError, config_flag, some_of
+from reformax.declared import SettingError, some_of
+from reformax.shell import config_flag
 
 # Whether a folder's own splits are kept, or all that it holds is one text that is cut.
 By = Literal["by_name", "cut"]

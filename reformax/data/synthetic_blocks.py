@@ -19,7 +19,8 @@ from jaxtyping import Int, UInt8
 from reformax import durable
 from reformax.data.base import SPLITS
 from reformax.data.rng import philox
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.shell import user_path
 
 
 class Block(NamedTuple):

@@ -38,7 +38,8 @@ from reformax.data import (
     text_files,
 )
 from reformax.data.stored import FilePart, StoredArray
-from reformax.declared import Bounds, SettingError, fits, user_path
+from reformax.declared import Bounds, SettingError, fits
+from reformax.shell import user_path
 
 SHARD = 2**27  # bytes of a source of which one shard is made, at most
 # Small texts have as many shards as large machines have cores, none of less than this.

@@ -13,7 +13,8 @@ from reformax.data import files, tfds_builders
 from reformax.data.base import SPLITS
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
-from reformax.declared import Name, PathName, SettingError, Size, checked, user_path
+from reformax.declared import Name, PathName, SettingError, Size, checked
+from reformax.shell import user_path
 from reformax.task import Task
 
 URL = "https://www.statmt.org/{year}/"

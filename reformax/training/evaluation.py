@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from reformax import devices, memory
-from reformax.declared import SettingError, Size, check, config_flag
+from reformax.declared import SettingError, Size, check
 from reformax.progress import Progress
+from reformax.shell import config_flag
 from reformax.task import TaskModel
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reformax import durable
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.shell import user_path
 from reformax.training import array_reader, lock
 from reformax.training.processes import Processes
 

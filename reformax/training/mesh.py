@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from reformax.declared import SettingError, config_flag, shown
+from reformax.declared import SettingError, shown
 from reformax.devices import AXES, CONTEXT, n_row_shards, n_sequence_shards, placement
+from reformax.shell import config_flag
 
 
 class _Sizes:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from reformax.buffers import HISTORY
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.shell import user_path
 from reformax.training.checkpoint import CheckpointReader
 
 # What layers call the weights of their attention algorithm.

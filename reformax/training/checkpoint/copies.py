@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from reformax import durable
-from reformax.declared import SettingError, user_path
+from reformax.declared import SettingError
+from reformax.shell import user_path
 from reformax.training import description, manifest
 from reformax.training.checkpoint import ownership
 from reformax.training.processes import Processes
