@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.declared import NonNegative, SettingError, Size, Unsupported, Width
+from reformax.declared import SettingError, Size, Unsupported
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
@@ -108,12 +108,7 @@ class dsa(IndexedChoice, AttentionOp):
     """
 
     top_k: Size = 2048
-    n_index_heads: Width = 4
-    d_index: Width = 64
-    index_loss: NonNegative = 1.0
-    report_loss: bool = False
     indexer: Indexer = Indexer()
-    reuse: bool = False
     impl: str = "auto"
 
     shards = ("queries",)

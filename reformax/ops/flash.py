@@ -58,7 +58,6 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
     query_block_size: Size | None = None
     key_block_size: Size | None = None
     scale: Scale | None = None
-    learned_sinks: bool = False
     impl: str = "auto"
 
     cross = True
