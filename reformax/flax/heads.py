@@ -29,7 +29,7 @@ from reformax.flax import nan_unless_mask, seen
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import Projection
-from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.masking.masks import SegmentIds, tokens_before
 from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.rotary import (
     RotaryAngles,
@@ -289,7 +289,7 @@ def decode(
         )
     lengths = _checked_lengths(lengths, len(q), n_tokens)
     # Padding is in the future of every token: only a plan has to know of it.
-    is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
+    is_token = tokens_before(lengths, n_tokens).astype(jnp.int32)
     call, key = dict(extra_projections=extra_projections), module.draw(0.0)
     arrays, masks = (params, q, k, v), dict(causal=True, rng=key)
     plan = op.plan(*arrays, segment_ids=is_token, length=capacity, train=False, **masks)
@@ -306,7 +306,7 @@ def _read_on(
     *arrays, extra_projections = heads
     n_tokens = heads.q.shape[1]
     lengths = _checked_lengths(lengths, len(heads.q), n_tokens)
-    is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
+    is_token = tokens_before(lengths, n_tokens).astype(jnp.int32)
     call = dict(segment_ids=is_token, extra_projections=extra_projections)
     out, of_op = op.apply_from(params, *arrays, cache.op, **call)
     out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)

@@ -18,6 +18,7 @@ from reformax.declared import (
     NonNegative,
     Positive,
     Rate,
+    Scale,
     SettingError,
     Size,
     Unsupported,
@@ -42,7 +43,6 @@ PLAN, WEIGHTS, OUTPUT = range(3)
 Gate = Literal["headwise", "elementwise"]
 ConvSize = Annotated[int, Bounds(2, 64)]
 QKNorm = bool | Literal["joint"]
-Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
