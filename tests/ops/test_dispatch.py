@@ -8,7 +8,8 @@ import pytest
 
 from reformax.declared import SettingError
 from reformax.ops import lsh
-from reformax.ops.calls import dispatch, obstacles, this_gpu
+from reformax.ops.calls import dispatch, this_gpu
+from reformax.ops.calls.obstacles import KernelObstacles, kernel_obstacles
 
 ANY = {"cudnn": None, "pallas": None}
 IMPLS = (*dispatch.IMPLEMENTATIONS, dispatch.INTERPRETED)
@@ -60,7 +61,7 @@ def test_what_keeps_a_kernel_from_a_call():
         return jax.ShapeDtypeStruct((1, 8, 2, size), jnp.dtype(dtype))
 
     def obstacles(*inputs, **options):
-        found = obstacles.kernel_obstacles(*inputs, **options)
+        found = kernel_obstacles(*inputs, **options)
         return found.call or found.chip, found.call
 
     assert obstacles(x(), x(), x(), bias=None, wrap=False, dropout=0.0) == (None, None)
@@ -85,7 +86,7 @@ def test_rows_of_heads_that_do_not_fit_a_small_chip(monkeypatch, capability, sma
 
     def obstacle(size, dtype, **options):
         x = jax.ShapeDtypeStruct((1, 8, 2, size), jnp.dtype(dtype))
-        return obstacles.kernel_obstacles(x, x, x, **options).chip
+        return kernel_obstacles(x, x, x, **options).chip
 
     assert obstacle(128, "bfloat16") is None and obstacle(64, "float32") is None
     told = "head size 128 in float32 on a GPU whose blocks share 99 KiB, which is above 64"
@@ -110,7 +111,7 @@ def test_no_text_asks_for_the_interpreter():
 @pytest.mark.parametrize("impl", ["auto", "pallas", "xla", dispatch.INTERPRETED])
 def test_a_call_is_computed_by_the_implementation_that_is_chosen(monkeypatch, impl):
     monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
-    too_large = obstacles.KernelObstacles(call=None, chip="head size 256")
+    too_large = KernelObstacles(call=None, chip="head size 256")
 
     def compute(impl, obstacle):
         pallas = obstacle, lambda interpret: interpret
