@@ -15,10 +15,11 @@ from reformax.declared import SettingError, Size, Unsupported
 from reformax.layers import context_parallel, remat
 from reformax.layers.attention_decoding import AttentionDecoding, value_factors
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import ATTENTION_GATE, QKV, ConvSize
+from reformax.layers.multi_head import ATTENTION_GATE, ConvSize
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.calls.arguments import check_mask
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import Ids, Tokens, int32_ids, tokens_of
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary

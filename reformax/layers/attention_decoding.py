@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.layers import context_parallel
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import ATTENTION_GATE, PLAN, QKV, gated
+from reformax.layers.multi_head import ATTENTION_GATE, PLAN, gated
 from reformax.layers.planned_attention import read_by_op
 from reformax.layers.rngs import fold_in
+from reformax.ops.calls.heads import QKV
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.recurrence import short_convolution
 

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Unsupported
 from reformax.layers import context_parallel, remat
 from reformax.layers.matrices import Unnormed, affine
-from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
+from reformax.layers.multi_head import ATTENTION_GATE, gated
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.ops.calls.arguments import check_mask
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import paired_segment_ids
 from reformax.ops.numerics.arrays import check_floats
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,25 +46,6 @@ QKNorm = bool | Literal["joint"]
 ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
-
-
-class QKV(NamedTuple):
-    """Queries, keys and values of all heads, `[B, T, N, H]`.
-
-    `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
-    the memory. `extra_projections` are the further projections that the algorithm reads, if it
-    reads any.
-    """
-
-    q: Array
-    k: Array | None
-    v: Array
-    extra_projections: dict[str, Array] | None = None
-
-    @property
-    def arrays(self) -> tuple[Array, Array | None, Array]:
-        """Queries, keys and values."""
-        return self.q, self.k, self.v
 
 
 # What Trax's models construct an attention layer with, by name.

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax import devices
 from reformax.buffers import updated
 from reformax.layers import context_parallel, remat
-from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead
+from reformax.layers.multi_head import PLAN, WEIGHTS, MultiHead
 from reformax.layers.rngs import fold_in
 from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import (
     SegmentIds,
     Tokens,

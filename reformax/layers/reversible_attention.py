@@ -10,8 +10,8 @@ import jax
 from jaxtyping import Array
 
 from reformax.layers import remat
-from reformax.layers.multi_head import QKV
 from reformax.layers.planned_attention import PlannedAttention
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import tokens_of
 
 

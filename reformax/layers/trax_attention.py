@@ -27,11 +27,11 @@ from reformax.declared import Rate, check
 from reformax.layers.attention import Attention
 from reformax.layers.base import Layer
 from reformax.layers.dropout import dropout, rate_in
-from reformax.layers.multi_head import QKV
 from reformax.layers.rngs import split
 from reformax.layers.trax_predict import USE_EVAL, refuse_one_position
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
+from reformax.ops.calls.heads import QKV
 from reformax.ops.hashing import angular as hashing
 from reformax.ops.hashing import sorting
 from reformax.ops.hashing.circle import SELF_SCORE, in_a_circle

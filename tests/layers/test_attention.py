@@ -8,6 +8,7 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, flash, gated_delta, hca, linear, lsh, shared_qk
 from reformax.ops.base import Dims
+from reformax.ops.calls.heads import QKV
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import changed
 from tests.layers import plain
@@ -375,7 +376,7 @@ def test_a_key_brings_the_next_value(op):
         q, _, v, *_ = without.project(params, x)[0]
         current, following = params["next_value"]
         mixed = current * v + following * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
-        qkv = layers.multi_head.QKV(q, None, mixed)
+        qkv = QKV(q, None, mixed)
         heads = without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
         return without.combine(params, heads)
 
