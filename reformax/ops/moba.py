@@ -125,11 +125,11 @@ class moba(AttentionOp):
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import moba as kernel
-            from reformax.ops.kernels.triton.common import power_of_two
+            from reformax.ops.kernels.triton.common import tile_side
 
-            n_rows = min(QUERIES[q.dtype.itemsize], power_of_two(length))
+            n_rows = min(QUERIES[q.dtype.itemsize], tile_side(length))
             found = _tiles(plan, size, n_rows)
-            n_keys = min(KEYS, power_of_two(size))
+            n_keys = min(KEYS, tile_side(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
             lists = found.block, found.pair, found.bounds, found.slot >= 0
             x = kernel.MobaInputs(q, k, v, call.segment_ids, call.seed, *lists)
