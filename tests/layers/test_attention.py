@@ -242,7 +242,7 @@ def test_computes_in_the_dtype_of_its_input(row):
         assert all(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(narrow))
         plan = layer.plan(params, narrow, rng=RNG)
         heads = (layer.attend(params, y, plan, rng=RNG) for y in (narrow, wide))
-        return [layer.combine(params, y) for y in heads]
+        return [layer.combine(params, y, rng=RNG) for y in heads]
 
     out, want = run(x)
     assert out.dtype == jnp.bfloat16 and want.dtype == jnp.float32
