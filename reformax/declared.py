@@ -118,6 +118,8 @@ Rate = Annotated[float, Bounds(0, below=1, name="a rate in [0, 1)")]
 Fraction = Annotated[float, Bounds(0, 1, name="a number in [0, 1]")]
 Positive = Annotated[float, Bounds(above=0, name="a number above 0")]
 NonNegative = Annotated[float, Bounds(0, name="a number of at least 0")]
+# A factor by which float32 loses nothing: a mask's lowest logit, scaled, is still a number.
+Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 # Of drawing tokens and of searching for translations.
 TopP = Annotated[float, Bounds(above=0, most=1, name="a number above 0 and at most 1")]
 Beams = Annotated[int, Bounds(1, 1024)]

@@ -114,13 +114,16 @@ def dot_product_attention(
     _check_causal(op, is_causal)
     shape = shape_of_pairs(q, k, v)
     mask, bias = (_four_axes(name, x, shape) for name, x in (("mask", mask), ("bias", bias)))
-    mask = _with_lengths(mask, key_value_seq_lengths, "key_value_seq_lengths", len(q), k.shape[1])
+    if key_value_seq_lengths is not None:
+        is_key = _is_token(key_value_seq_lengths, "key_value_seq_lengths", k)
+        # Of keys alone it hides padding in every algorithm, whatever the mask is.
+        mask = is_key if mask is None else mask & is_key[:, None, None]
     op, is_causal, mask = _in_window(op, local_window_size, is_causal, bias, mask, q, k)
     one_sequence = is_one_sequence(op, is_causal, q.shape[1], k.shape[1])
     q = q if scale is None else _scaled(op, q, scale)
     is_query = None
     if query_seq_lengths is not None:
-        is_query = _is_token(query_seq_lengths, "query_seq_lengths", len(q), q.shape[1])
+        is_query = _is_token(query_seq_lengths, "query_seq_lengths", q)
         q = jnp.where(is_query[..., None, None], q, 0)  # padding may be NaN
     if op.plan_needs == "rng" and rng is None:
         rng = jax.random.key(0)
@@ -235,20 +238,11 @@ def _four_axes(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> Array |
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _is_token(lengths: ArrayLike, name: str, n_rows: int, size: int) -> Bool[Array, "B size"]:
-    """Which positions are before the end of their row."""
+def _is_token(lengths: ArrayLike, name: str, x: Array) -> Bool[Array, "B T"]:
+    """Which positions of `x` are before the end of their row."""
     lengths = jnp.asarray(lengths)
-    check_lengths(name, lengths, n_rows, size, "the length of the sequence")
-    return tokens_before(lengths, size)
-
-
-def _with_lengths(mask, lengths, name: str, n_rows: int, size: int) -> Array | None:
-    """The mask that also hides the padding of keys."""
-    if lengths is None:
-        return mask
-    of_keys = _is_token(lengths, name, n_rows, size)
-    # Of keys alone it hides padding in every algorithm, whatever the mask is.
-    return of_keys if mask is None else mask & of_keys[:, None, None]
+    check_lengths(name, lengths, *x.shape[:2], "the length of the sequence")
+    return tokens_before(lengths, x.shape[1])
 
 
 def _scaled(op: AttentionOp, q: Float[Array, "B T N H"], scale) -> Float[Array, "B T N H"]:

@@ -51,9 +51,10 @@ MAY_IMPORT = {
     },
     "convert": {
         *("ops", "layers", "models", "data", "training", "cli", "convert", "durable", "memory"),
+        "shell",
     },
     "durable.py": set(),
-    "__init__.py": {"cli"},  # by `load_run` alone, when it is called
+    "__init__.py": {"cli", "shell"},  # by `load_run` alone, when it is called
     "__main__.py": {"__version__", "cli"},  # and what its table of commands names
 }
 # The only modules of the package that import each of these.

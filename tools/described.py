@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 from jax.experimental import topologies
 
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 
 
 class Gpu(NamedTuple):
@@ -136,9 +136,9 @@ def assumed(gpu: Gpu) -> Iterator[None]:
     with ExitStack() as patches:
         for target, name, value in (
             (jax, "default_backend", lambda: "gpu"),
-            (dispatch, "gpu_obstacle", lambda: None),
-            (dispatch, "shared_kib", lambda: gpu.shared // 1024),
-            (dispatch, "on_hopper", lambda: gpu.capability == "9.0"),
+            (this_gpu, "obstacle", lambda: None),
+            (this_gpu, "shared_kib", lambda: gpu.shared // 1024),
+            (this_gpu, "is_hopper", lambda: gpu.capability == "9.0"),
             (gpu_info, "get_gpu_info", lambda: known),
             (mlir.ModuleContext, "get_backend", lambda self, **_: None),
             (compiler, "backend_compile_and_load", without_callbacks),

@@ -49,7 +49,8 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.calls.dispatch import INTERPRETED, on_hopper
+from reformax.ops.calls import this_gpu
+from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing import candidates
 from reformax.ops.indexing.indexer import Indexer
 from reformax.ops.recurrence.random_features import orthogonal_directions
@@ -171,7 +172,7 @@ def algorithms(shape: Shape, epsilon: float = 1e-4) -> dict[str, dict[str, Made]
         ),
     }
 
-    if on_hopper():  # "auto" does not take it
+    if this_gpu.is_hopper():  # "auto" does not take it
         for group, name in ((hashed, "lsh"), (windows, "local, chunks")):
             make = group[name].make
             group[f"{name}, impl='mosaic'"] = Made(

@@ -29,7 +29,8 @@ from reformax.flax import nan_unless_mask, seen
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.calls.arguments import check_heads
 from reformax.ops.calls.dims import Projection
-from reformax.ops.masking.masks import SegmentIds
+from reformax.ops.calls.heads import QKV
+from reformax.ops.masking.masks import SegmentIds, tokens_before
 from reformax.ops.numerics.arrays import check_floats, check_lengths
 from reformax.ops.numerics.rotary import (
     RotaryAngles,
@@ -42,15 +43,6 @@ from reformax.ops.numerics.rotary import (
 _NAMES = {"q": "query", "k": "key", "v": "value"}
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
-
-
-class Heads(NamedTuple):
-    """Queries, keys and values of all heads, and what else the algorithm reads."""
-
-    q: Float[Array, "B T N H"]
-    k: Float[Array, "B S G H"] | None  # None: made of the queries
-    v: Float[Array, "B S G V"]
-    extra_projections: dict[str, Float[Array, "B T _ _"]] | None
 
 
 class DecodingCache(NamedTuple):
@@ -149,7 +141,7 @@ def _heads_of(
     projected: dict[str, Array],
     projections: dict[str, Projection],
     positions: Int[Array, "#B T"],
-) -> Heads:
+) -> QKV:
     """The projections by what the algorithm calls them, rotated by positions with `use_rotary`."""
     if module.use_rotary:
         angles = RotaryAngles(base=module.rotary_base)
@@ -160,7 +152,7 @@ def _heads_of(
     names = _NAMES.values()
     extra_projections = {name: x for name, x in projected.items() if name not in names}
     q, k, v = (projected.get(name) for name in names)
-    return Heads(q, k, v, extra_projections or None)
+    return QKV(q, k, v, extra_projections or None)
 
 
 def source_of(
@@ -289,7 +281,7 @@ def decode(
         )
     lengths = _checked_lengths(lengths, len(q), n_tokens)
     # Padding is in the future of every token: only a plan has to know of it.
-    is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
+    is_token = tokens_before(lengths, n_tokens).astype(jnp.int32)
     call, key = dict(extra_projections=extra_projections), module.draw(0.0)
     arrays, masks = (params, q, k, v), dict(causal=True, rng=key)
     plan = op.plan(*arrays, segment_ids=is_token, length=capacity, train=False, **masks)
@@ -300,13 +292,13 @@ def decode(
 
 
 def _read_on(
-    op: AttentionOp, params: Any, heads: Heads, cache: DecodingCache, lengths: Any, capacity: int
+    op: AttentionOp, params: Any, heads: QKV, cache: DecodingCache, lengths: Any, capacity: int
 ) -> tuple[Float[Array, "B T N V"], DecodingCache]:
     """Attention of several tokens that follow those of the cache."""
     *arrays, extra_projections = heads
     n_tokens = heads.q.shape[1]
     lengths = _checked_lengths(lengths, len(heads.q), n_tokens)
-    is_token = (jnp.arange(n_tokens)[None] < lengths[:, None]).astype(jnp.int32)
+    is_token = tokens_before(lengths, n_tokens).astype(jnp.int32)
     call = dict(segment_ids=is_token, extra_projections=extra_projections)
     out, of_op = op.apply_from(params, *arrays, cache.op, **call)
     out = jnp.where(_fits(lengths, n_tokens)[:, None, None, None], out, jnp.nan)

@@ -15,10 +15,11 @@ from reformax.declared import SettingError, Size, Unsupported
 from reformax.layers import context_parallel, remat
 from reformax.layers.attention_decoding import AttentionDecoding, value_factors
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import ATTENTION_GATE, QKV, ConvSize
+from reformax.layers.multi_head import ATTENTION_GATE, ConvSize
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.calls.arguments import check_mask
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import Ids, Tokens, int32_ids, tokens_of
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
@@ -145,8 +146,9 @@ class Attention(AttentionDecoding, PlannedAttention):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> QKV:
-        """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
+    ) -> tuple[QKV, Array | None]:
+        """Queries, keys and values of all heads, rotated by their positions if `use_rotary`; and
+        the gate of the output, if there is one.
 
         Plans are made of rotated vectors, because hashes look for large logits, which are products
         of rotated ones. `key_conv` reads the segments, and "longrope" which positions are padding.
@@ -155,8 +157,8 @@ class Attention(AttentionDecoding, PlannedAttention):
         if positions is None and segment_ids is not None:
             positions = self._before_padding(segment_ids.astype(bool))
         qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
-        arranged = context_parallel.arrange(self.op, qkv.of_op, self.position_bias is not None)
-        return arranged._replace(gate=qkv.gate)
+        qkv = context_parallel.arrange(self.op, qkv, self.position_bias is not None)
+        return qkv, heads.get(ATTENTION_GATE)
 
     def _before_padding(self, tokens: Bool[Array, "B T"]) -> Int[Array, "B T"] | None:
         """The positions of rows whose padding makes none a long one; None: 0 to T - 1 will do."""
@@ -206,15 +208,14 @@ class Attention(AttentionDecoding, PlannedAttention):
         for name in extra:
             if (up := params.get(f"up_{name}")) is not None:
                 low = heads[name][:, :, 0]
-                heads |= {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
+                heads = heads | {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
         heads = self._normed(params, heads)
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
             how = self.rotary_grid, self.rotary
             heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
         extra_projections = {name: heads[name] for name in extra}
-        gate = heads.get(ATTENTION_GATE)
-        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None, gate)
+        return QKV(heads["q"], heads.get("k"), heads["v"], extra_projections or None)
 
     def apply(
         self,
@@ -239,9 +240,10 @@ class Attention(AttentionDecoding, PlannedAttention):
         tokens = tokens_of(mask)
         check_floats("x", x, "batch", "length", "features")
         check_mask("mask", mask, "x", x)
-        qkv = self.project(params, x, tokens.positions, tokens.segment_ids)
+        qkv, gate = self.project(params, x, tokens.positions, tokens.segment_ids)
         plan = self.plan(params, qkv, mask, rng) if plan is None else plan
-        return self.attend(params, qkv, plan, mask, rng, run), plan
+        out = self.attend(params, qkv, plan, mask, rng, run)
+        return self.combine(params, out, gate, rng), plan
 
     # A part of a sequence, from the state of the parts before it.
 
@@ -277,9 +279,10 @@ class Attention(AttentionDecoding, PlannedAttention):
         tokens = tokens_of(mask)
         check_floats("x", x, "batch", "length", "features")
         check_mask("mask", mask, "x", x)
-        qkv = self._to_qkv(params, self._project_all(params, x), tokens.positions)
-        out, state = self._heads_from(params, qkv.of_op, state, int32_ids(tokens.segment_ids))
-        return self.combine(params, out, qkv.gate, rng), state
+        heads = self._project_all(params, x)
+        qkv = self._to_qkv(params, heads, tokens.positions)
+        out, state = self._heads_from(params, qkv, state, int32_ids(tokens.segment_ids))
+        return self.combine(params, out, heads.get(ATTENTION_GATE), rng), state
 
     def _heads_from(self, params, qkv: QKV, state, segment_ids):
         if (n := devices.n_sequence_shards()) > 1:

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.layers import context_parallel
 from reformax.layers.matrices import Unnormed
-from reformax.layers.multi_head import PLAN, QKV, gated
+from reformax.layers.multi_head import ATTENTION_GATE, PLAN, gated
 from reformax.layers.planned_attention import read_by_op
 from reformax.layers.rngs import fold_in
+from reformax.ops.calls.heads import QKV
 from reformax.ops.decoding.cache import take_rows
 from reformax.ops.recurrence import short_convolution
 
@@ -84,7 +85,7 @@ class AttentionDecoding:
             return self._init_cache(params, qkv, plan, lengths, capacity, rng)
 
         weights = params["op"], fold_in(rng, PLAN)
-        of_op = context_parallel.to_cache(fill, self.op, (qkv.of_op, plan, lengths), weights)
+        of_op = context_parallel.to_cache(fill, self.op, (qkv, plan, lengths), weights)
         last_keys = last_value = None
         if self.key_conv:
             last_keys = short_convolution.last_of(heads[self._keys], self.key_conv, lengths)
@@ -92,7 +93,8 @@ class AttentionDecoding:
             last = jnp.take_along_axis(unshifted.v, (lengths - 1)[:, None, None, None], axis=1)
             last_value = value_factors(params, last.dtype)[0] * last
         cache = AttentionCache(of_op, last_keys, last_value)
-        return self.attend(params, qkv, plan, rng=rng), cache, plan
+        out = self.attend(params, qkv, plan, rng=rng)
+        return self.combine(params, out, heads.get(ATTENTION_GATE), rng), cache, plan
 
     def _init_cache(self, params, qkv: QKV, plan, lengths, capacity: int, rng) -> Any:
         """The algorithm's cache of prompts, with its weights."""
@@ -123,7 +125,7 @@ class AttentionDecoding:
         self._check_decodes()
         x = jnp.zeros((batch, 1, params["w_o"].shape[-1]), dtype)
         heads = self._project_all(params, x)
-        qkv = jax.tree.map(jnp.zeros_like, self._to_qkv(params, heads).of_op)
+        qkv = jax.tree.map(jnp.zeros_like, self._to_qkv(params, heads))
         if self.op.divides_cache:  # each device has as many positions
             capacity += -capacity % devices.n_sequence_shards()
 
@@ -193,11 +195,11 @@ class AttentionDecoding:
             cache = self._with_value(cache, value, position, shard)
             return self.op.read_on(params["op"], *qkv.arrays, cache, **options)
 
-        rows = qkv.of_op, value, lengths, position, chosen
+        rows = qkv, value, lengths, position, chosen
         given = self.op, rows, cache.op, read_by_op(params)
         out, of_op, choices = context_parallel.from_cache(read, *given)
         cache = AttentionCache(of_op, last_keys, last_value)
-        return self.combine(params, out, qkv.gate), cache, choices
+        return self.combine(params, out, heads.get(ATTENTION_GATE)), cache, choices
 
     def _with_value(self, cache: Any, value, position, shard) -> Any:
         """The algorithm's cache with another value of the position before; None: as it is."""
@@ -250,12 +252,13 @@ class AttentionDecoding:
             cache = self._with_value(cache, value, position, shard)
             return *self.op.step(params["op"], *qkv.arrays, cache, **options), ()
 
-        rows = qkv.of_op, value, position, origins if self._beams_share_caches else None, chosen
+        rows = qkv, value, position, origins if self._beams_share_caches else None, chosen
         out, of_op, _ = context_parallel.from_cache(
             step, self.op, rows, cache.op, read_by_op(params)
         )
         cache = AttentionCache(of_op, last_keys, last_value)
-        return self._output(params, gated(out, qkv.gate), added), cache
+        out = gated(out, heads.get(ATTENTION_GATE))
+        return self._output(params, out, added), cache
 
     def newest_choice(self, cache: AttentionCache) -> Any:
         """The keys that the newest query of each row chose, from a step's cache."""

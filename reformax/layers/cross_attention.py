@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Unsupported
 from reformax.layers import context_parallel, remat
 from reformax.layers.matrices import Unnormed, affine
-from reformax.layers.multi_head import ATTENTION_GATE, QKV, gated
+from reformax.layers.multi_head import ATTENTION_GATE, gated
 from reformax.layers.planned_attention import PlannedAttention
 from reformax.ops.calls.arguments import check_mask
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import paired_segment_ids
 from reformax.ops.numerics.arrays import check_floats
 
@@ -56,14 +57,16 @@ class CrossAttention(PlannedAttention):
                 "one whose cross is True, such as dense.dense()"
             )
 
-    def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
-        """Queries of `x`, keys and values of the memory."""
+    def project(
+        self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]
+    ) -> tuple[QKV, Array | None]:
+        """Queries of `x`, keys and values of the memory; and the gate, if there is one."""
         heads = self._project_heads(params, x, self._of_queries)
         check_floats("memory", memory, "batch", "length", x.shape[2])
         of_memory = self._project_heads(params, memory.astype(x.dtype), "kv")
         heads = self._normed(params, heads | of_memory)
         gate = heads.pop(ATTENTION_GATE, None)
-        return context_parallel.arrange(self.op, QKV(**heads))._replace(gate=gate)
+        return context_parallel.arrange(self.op, QKV(**heads)), gate
 
     @property
     def _of_queries(self) -> list[str]:
@@ -80,12 +83,13 @@ class CrossAttention(PlannedAttention):
         rng=None,
         run: remat.Run = remat.direct,
     ) -> Float[Array, "B T D"]:
-        qkv = self.project(params, x, memory)
+        qkv, gate = self.project(params, x, memory)
         check_mask("mask", mask, "x", x)
         check_mask("memory_mask", memory_mask, "memory", memory)
         segment_ids = paired_segment_ids((mask, x), (memory_mask, memory))
         plan = self.plan(params, qkv, segment_ids, rng)
-        return self.attend(params, qkv, plan, segment_ids, rng, run)
+        out = self.attend(params, qkv, plan, segment_ids, rng, run)
+        return self.combine(params, out, gate, rng)
 
     # Decoding: keys and values of the memory are the same at every step.
 

@@ -32,7 +32,8 @@ from reformax import devices
 from reformax.buffers import HISTORY, Buffer
 from reformax.declared import SettingError, Unsupported
 from reformax.layers.matrices import copies
-from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, compute_capability
+from reformax.ops.calls import this_gpu
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # The scaled maximum is below 2^TOP, and so is every number that rounds to it.
@@ -329,7 +330,7 @@ def check_device() -> None:
     if jax.default_backend() != "gpu":
         return
     device = jax.local_devices()[0]
-    if compute_capability(device) < 8.9:
+    if this_gpu.compute_capability(device) < 8.9:
         raise Unsupported(
             f"dtype is 'float8': the device {device.device_kind!r} does not multiply FP8 numbers, "
             "which takes an NVIDIA GPU of Ada, Hopper or later; use dtype='bfloat16'"

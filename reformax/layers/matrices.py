@@ -125,7 +125,7 @@ def affine(
         if activation is not None:
             y = y.astype(accum_dtype(y.dtype))
         y = y if b is None else y + b[None, None]
-        y = y if activation is None else activation(y).astype(x.dtype)
+        y = (y if activation is None else activation(y)).astype(w.dtype)
         y = y if added is None else added + y.astype(added.dtype)
         return jnp.split(y, list(accumulate(sizes))[:-1], axis=-1)
     from reformax.layers.kernels import few_rows, one_row

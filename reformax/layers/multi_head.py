@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from reformax.declared import (
     NonNegative,
     Positive,
     Rate,
+    Scale,
     SettingError,
     Size,
     Unsupported,
@@ -42,36 +43,9 @@ PLAN, WEIGHTS, OUTPUT = range(3)
 Gate = Literal["headwise", "elementwise"]
 ConvSize = Annotated[int, Bounds(2, 64)]
 QKNorm = bool | Literal["joint"]
-Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 ATTENTION_GATE = "attention_gate"  # the name of its projection; recurrences have an "output_gate"
 
 Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
-
-
-class QKV(NamedTuple):
-    """Queries, keys and values of all heads, `[B, T, N, H]`.
-
-    `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
-    the memory. `extra_projections` are the further projections that the algorithm reads, if it
-    reads any. `gate` is that of the output, `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid;
-    only the layer reads it.
-    """
-
-    q: Array
-    k: Array | None
-    v: Array
-    extra_projections: dict[str, Array] | None = None
-    gate: Array | None = None
-
-    @property
-    def arrays(self) -> tuple[Array, Array | None, Array]:
-        """Queries, keys and values."""
-        return self.q, self.k, self.v
-
-    @property
-    def of_op(self) -> QKV:
-        """The part that the algorithm reads: all but the gate."""
-        return self._replace(gate=None)
 
 
 # What Trax's models construct an attention layer with, by name.
@@ -332,7 +306,10 @@ class MultiHead(Layer):
     def combine(
         self, params, out: Float[Array, "B T N V"], gate: Array | None = None, rng=None
     ) -> Float[Array, "B T D"]:
-        """The output projection of all heads, times their gate if there is one, and dropout."""
+        """The output projection of all heads, times their gate if there is one, and dropout.
+
+        `gate` is `[B, T, N, 1]` or `[B, T, N, V]`, before its sigmoid.
+        """
         out = gated(out, gate)
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax import devices
 from reformax.buffers import updated
 from reformax.layers import context_parallel, remat
-from reformax.layers.multi_head import PLAN, QKV, WEIGHTS, MultiHead
+from reformax.layers.multi_head import PLAN, WEIGHTS, MultiHead
 from reformax.layers.rngs import fold_in
 from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import (
     SegmentIds,
     Tokens,
@@ -35,9 +36,9 @@ def read_by_op(params: dict[str, Any]) -> dict[str, Any]:
 class PlannedAttention(MultiHead):
     """An attention algorithm between the projections of `MultiHead`, whose arguments it has.
 
-    `apply` is `project`, `plan` and `attend` in turn. They are apart so that a reversible stack can
-    keep a plan and attend again by it. A subclass defines `project` and `apply`, and for decoding
-    `for_decoding` and `step`, which project with merged weights.
+    `apply` is `project`, `plan`, `attend` and `combine` in turn. They are apart so that a
+    reversible stack can keep a plan and attend again by it. A subclass defines `project` and
+    `apply`, and for decoding `for_decoding` and `step`, which project with merged weights.
     """
 
     def plan(
@@ -52,7 +53,6 @@ class PlannedAttention(MultiHead):
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
-        qkv = qkv.of_op
         tokens = tokens_of(segment_ids)
         global_tokens = tokens.global_tokens if self.op.global_tokens else None
         check_arguments(
@@ -92,26 +92,13 @@ class PlannedAttention(MultiHead):
         segment_ids: SegmentIds | Tokens | None = None,
         rng: PRNGKeyArray | None = None,
         run: remat.Run = remat.direct,
-    ) -> Float[Array, "B T D"]:
-        """Attention by a plan, and the output projection; `run` calls the algorithm."""
-        heads = self.attend_heads(params, qkv, plan, segment_ids, rng, run)
-        return self.combine(params, heads, qkv.gate, rng)
-
-    def attend_heads(
-        self,
-        params,
-        qkv: QKV,
-        plan: Any,
-        segment_ids: SegmentIds | Tokens | None = None,
-        rng: PRNGKeyArray | None = None,
-        run: remat.Run = remat.direct,
     ) -> Float[Array, "B T N V"]:
-        """Each head's attention by a plan."""
+        """Each head's attention by a plan; `run` calls the algorithm."""
         read, rng = read_by_op(params), fold_in(rng, WEIGHTS)
-        out = run(self._apply_op, read, qkv.of_op, plan, segment_ids, rng)
+        out = run(self._apply_op, read, qkv, plan, segment_ids, rng)
         if KEPT_MASS not in params or run is remat.stored:
             return out
-        measured = self._kept_mass(read, qkv.of_op, plan, segment_ids)
+        measured = self._kept_mass(read, qkv, plan, segment_ids)
         return out + (0 * updated(params[KEPT_MASS], measured)).astype(out.dtype)
 
     def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:

@@ -10,8 +10,8 @@ import jax
 from jaxtyping import Array
 
 from reformax.layers import remat
-from reformax.layers.multi_head import QKV
 from reformax.layers.planned_attention import PlannedAttention
+from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import tokens_of
 
 
@@ -36,14 +36,15 @@ class AttentionSublayer(NamedTuple):
     def forward(self, params, x, reused: Any) -> tuple[Array, KeptOfAttention]:
         """The output, by the plan of `source` if there is one, and what the stack keeps."""
         separately = self.stack._separately
-        qkv = separately(self.project, params, x, *self.memory)
+        qkv, gate = separately(self.project, params, x, *self.memory)
         plan, kept = reused, None
         if self.source is None:
             plan = kept = self.layer.plan(params[self.name], qkv, self.segment_ids, self.rng)
         if self.stack.remat_policy != "attention":
-            return separately(self.attend, params, qkv, plan), KeptOfAttention(kept)
-        stored = separately(functools.partial(self.attend_heads, remat.stored), params, qkv, plan)
-        out = separately(self.combine, params, stored[0], qkv.gate)
+            out = separately(self.attend_and_combine, params, qkv, gate, plan)
+            return out, KeptOfAttention(kept)
+        stored = separately(functools.partial(self.attend, remat.stored), params, qkv, plan)
+        out = separately(self.combine, params, stored[0], gate)
         return out, KeptOfAttention(kept, stored)
 
     def recompute(self, params, x, kept: KeptOfAttention) -> tuple[Array, Callable]:
@@ -58,40 +59,36 @@ class AttentionSublayer(NamedTuple):
         if self.stack.exact:
             # What is stored needs no projections but the gate's.
             needed = kept.stored is None or self.layer.gate
-            qkv = separately(self.project, params, x, *self.memory) if needed else None
+            qkv = gate = None
+            if needed:
+                qkv, gate = separately(self.project, params, x, *self.memory)
             if kept.stored is None:
-                out = separately(self.attend, params, qkv, kept.plan)
+                out = separately(self.attend_and_combine, params, qkv, gate, kept.plan)
             else:
-                out = separately(self.combine, params, kept.stored[0], qkv and qkv.gate)
+                out = separately(self.combine, params, kept.stored[0], gate)
         return out, vjp
 
     def project_and_attend(self, kept: KeptOfAttention, params, x, *memory) -> tuple[Array, Array]:
+        qkv, gate, x = self._project(params, x, memory)
+        run = remat.direct if kept.stored is None else remat.recalled(kept.stored)
+        return self.attend_and_combine(params, qkv, gate, kept.plan, run), x
+
+    def project(self, params, x, *memory) -> tuple[QKV, Array | None]:
+        return self._project(params, x, memory)[:2]
+
+    def _project(self, params, x, memory) -> tuple[QKV, Array | None, Array]:
+        """`project`, and the input for its other readers."""
         norm = params[f"{self.name}_norm"]
         h, x = self.stack._norm_of(norm).with_residual(norm, x)
-        qkv = self._project_normed(params, h, memory)
-        if kept.stored is None:
-            return self.attend(params, qkv, kept.plan), x
-        heads = self.attend_heads(remat.recalled(kept.stored), params, qkv, kept.plan)
-        return self.combine(params, heads, qkv.gate), x
-
-    def project(self, params, x, *memory) -> QKV:
-        norm = params[f"{self.name}_norm"]
-        h, _ = self.stack._norm_of(norm).with_residual(norm, x)
-        return self._project_normed(params, h, memory)
-
-    def _project_normed(self, params, h, memory) -> QKV:
-        if memory:
-            return self.layer.project(params[self.name], h, *memory)
         tokens = tokens_of(self.segment_ids)
-        return self.layer.project(params[self.name], h, tokens.positions, tokens.segment_ids)
+        others = memory or (tokens.positions, tokens.segment_ids)
+        return *self.layer.project(params[self.name], h, *others), x
 
-    def attend(self, params, qkv: QKV, plan) -> Array:
-        return self.combine(params, self.attend_heads(remat.direct, params, qkv, plan), qkv.gate)
+    def attend(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
+        return self.layer.attend(params[self.name], qkv, plan, self.segment_ids, self.rng, run)
 
-    def attend_heads(self, run: remat.Run, params, qkv: QKV, plan) -> Any:
-        return self.layer.attend_heads(
-            params[self.name], qkv, plan, self.segment_ids, self.rng, run
-        )
+    def attend_and_combine(self, params, qkv: QKV, gate, plan, run=remat.direct) -> Array:
+        return self.combine(params, self.attend(run, params, qkv, plan), gate)
 
     def combine(self, params, heads: Array, gate: Array | None) -> Array:
         out = self.layer.combine(params[self.name], heads, gate, self.rng)

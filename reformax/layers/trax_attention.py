@@ -27,11 +27,11 @@ from reformax.declared import Rate, check
 from reformax.layers.attention import Attention
 from reformax.layers.base import Layer
 from reformax.layers.dropout import dropout, rate_in
-from reformax.layers.multi_head import QKV
 from reformax.layers.rngs import split
 from reformax.layers.trax_predict import USE_EVAL, refuse_one_position
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
+from reformax.ops.calls.heads import QKV
 from reformax.ops.hashing import angular as hashing
 from reformax.ops.hashing import sorting
 from reformax.ops.hashing.circle import SELF_SCORE, in_a_circle
@@ -232,9 +232,10 @@ class TraxAttention(Layer):
         """`(output, new state)` of some examples and some heads."""
         params = dict(zip(self._names, weights, strict=True), op=())
         attention = dataclasses.replace(self._attention, n_heads=len(params["w_o"]))
-        qkv = attention.project(params, x)
+        qkv, _ = attention.project(params, x)
         plan, state = self._plan(qkv, segment_ids, state, update_state)
-        return attention.attend(params, qkv, plan, segment_ids, rng), state
+        out = attention.attend(params, qkv, plan, segment_ids, rng)
+        return attention.combine(params, out, rng=rng), state
 
     def _init_state(self, rng, batch: int, length: int) -> tuple[jax.Array, ...]:
         """The state of a fresh layer."""

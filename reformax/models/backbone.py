@@ -18,6 +18,7 @@ from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.rngs import split
 from reformax.models.arguments import check_embedding
 from reformax.models.base import AttentionType, Model
+from reformax.models.logits import linear_params
 from reformax.ops.masking.masks import Ids, Tokens, tokens_of
 
 
@@ -78,6 +79,10 @@ class Backbone(Model):
         if self.embedding_norm:
             params["embedding_norm"] = self._embedding_norm.init_params(None, hidden)
         return params
+
+    def head(self, rng, d_in: int, d_out: int) -> dict[str, Array]:
+        """Fresh weights of `logits.linear` that make logits."""
+        return linear_params(rng, d_in, d_out, self.design.init_std, self.design.logits_bias)
 
     def embeddings(self, rng, n: int) -> Float[Array, "n _"]:
         """So many vectors, as those of tokens begin."""

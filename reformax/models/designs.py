@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array
 
-from reformax.declared import NonNegative, Positive, SettingError, Size, check_fields, shown
+from reformax.declared import NonNegative, Positive, Scale, SettingError, Size, check_fields, shown
 from reformax.layers.layer_norm import NormName, NormPlace
 from reformax.layers.matrices import relu_squared
-from reformax.layers.multi_head import ConvSize, Gate, QKNorm, Scale
+from reformax.layers.multi_head import ConvSize, Gate, QKNorm
 from reformax.ops.base import AttentionOp
 from reformax.ops.numerics.rotary import (
     PairFactor,

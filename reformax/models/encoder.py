@@ -141,10 +141,7 @@ class Classifier(Encoder):
         if self.d_classifier is not None:
             params["hidden"] = linear_params(rng_h, d_in, self.d_classifier, self.design.init_std)
             d_in = self.d_classifier
-        sizes, design = (d_in, self.n_classes), self.design
-        return params | {
-            "logits": linear_params(rng_l, *sizes, design.init_std, design.logits_bias)
-        }
+        return params | {"logits": self.head(rng_l, d_in, self.n_classes)}
 
     def features(self, params, inputs, rng=None) -> Float[Array, "B 1 D"]:
         """The input of `logits`: one vector for each row, or for each pair of rows.

@@ -19,7 +19,7 @@ from reformax.declared import Count, SettingError, Unsupported
 from reformax.models.arguments import Capacity, check_capacity, check_embedding, check_tokens
 from reformax.models.backbone import Backbone
 from reformax.models.base import AttentionType, Residual, Reversible
-from reformax.models.logits import capped, linear, linear_params, logits_product
+from reformax.models.logits import capped, linear, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 from reformax.ops.decoding.cache import take_rows, where_rows
@@ -84,9 +84,7 @@ class LanguageModel(Backbone):
         *rngs, rng_l = jax.random.split(rng, 4)
         params = self.init_backbone(rngs, shape)
         if not self.tie_embeddings:
-            sizes = self.d_features, self.vocab_size
-            design = self.design
-            params["logits"] = linear_params(rng_l, *sizes, design.init_std, design.logits_bias)
+            params["logits"] = self.head(rng_l, self.d_features, self.vocab_size)
         return params
 
     def features(

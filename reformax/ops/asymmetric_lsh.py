@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,7 +29,8 @@ from reformax.declared import Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, choose_impl
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, SharedByBatch, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.sorted_order import (
     arange_last,
@@ -72,12 +73,19 @@ class QueryKeyHash(Protocol):
         ...
 
 
+@op
 class SortedByHash(AttentionOp):
     """Attention in chunks of queries and of keys, each sorted by a hash.
 
-    The algorithm of `asymmetric_lsh` and `smyrf`, which have the options `count_once`,
-    `attend_self_if_alone` and `impl`, and say how they hash and cut the orders.
+    The algorithm and options of `asymmetric_lsh` and `smyrf`, which say how they hash and cut the
+    orders.
     """
+
+    chunk_len: Size = 64
+    n_hashes: HashCount = 4
+    count_once: bool = True
+    attend_self_if_alone: bool = True
+    impl: str = "auto"
 
     cross = True
     plan_needs = "rng"
@@ -86,8 +94,8 @@ class SortedByHash(AttentionOp):
     _hides_padding = True
     _impls = KERNELS
 
-    _hashing: QueryKeyHash
-    _chunks: ChunkSizes
+    _hashing: ClassVar[QueryKeyHash]
+    _chunks: ClassVar[ChunkSizes]
 
     def _choose_impl(self, call: Call, q: Array, k: Array, v: Array | None = None) -> str:
         """`choose_impl` of a call, whose values may not be known yet."""
@@ -187,14 +195,9 @@ class asymmetric_lsh(SortedByHash):
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
 
-    chunk_len: Size = 64
-    n_hashes: HashCount = 4
     n_buckets: Buckets = "auto"
     n_chunks_before: ChunkCount = 1
     n_chunks_after: ChunkCount = 1
-    count_once: bool = True
-    attend_self_if_alone: bool = True
-    impl: str = "auto"
 
     @property
     def _hashing(self) -> QueryKeyHash:

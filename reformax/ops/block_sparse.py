@@ -23,7 +23,8 @@ from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.masking.bands import first_global, ids_at, rows_at
 from reformax.ops.masking.masks import ids_or_ones

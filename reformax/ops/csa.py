@@ -29,12 +29,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.declared import Count, NonNegative, SettingError, Size, Width
+from reformax.declared import SettingError, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KernelObstacles, choose_impl
+from reformax.ops.calls.dispatch import choose_impl
 from reformax.ops.calls.heads import grouped
+from reformax.ops.calls.obstacles import KernelObstacles
 from reformax.ops.compressing.attention import Blocks, Summaries, in_kernels, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed, CompressedCache
 from reformax.ops.compressing.summaries import (
@@ -60,7 +61,6 @@ from reformax.ops.masking.visibility import Side
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.precision import IndexDtype, rounded
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, join_chunks, positions
-from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, nonzero
 
@@ -104,17 +104,7 @@ class csa(IndexedChoice, Compressed, AttentionOp):
     block_size: Width = 4
     top_k: Size = 512
     window: Size = 128
-    n_index_heads: Width = 4
-    d_index: Width = 64
     index_dtype: IndexDtype = "float32"
-    index_loss: NonNegative = 1.0
-    report_loss: bool = False
-    reuse: bool = False
-    learned_sinks: bool = True
-    share_kv: bool = False
-    rotary_features: Count = 0
-    rotary_base: RotaryBase = 10_000.0
-    impl: str = "auto"
 
     shards = ("queries",)
     n_series = 2

@@ -36,7 +36,6 @@ class dense(LearnedSinks, RingDecoding, AttentionOp):
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
 
-    learned_sinks: bool = False
     impl: str = "auto"
 
     cross = True

@@ -31,20 +31,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.declared import NonNegative, SettingError, Size, Unsupported, Width
+from reformax.declared import SettingError, Size, Unsupported
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import (
-    KERNELS,
+from reformax.ops.calls.dispatch import KERNELS, choose_impl, compute_by
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import (
     MAX_GROUP,
     KernelObstacles,
-    choose_impl,
-    compute_by,
     group_obstacles,
     kernel_obstacles,
 )
-from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.decoding.reading import add_all_to_ring, attend_to_chosen
 from reformax.ops.indexing.blocks import in_parts, newest_block
@@ -110,12 +108,7 @@ class dsa(IndexedChoice, AttentionOp):
     """
 
     top_k: Size = 2048
-    n_index_heads: Width = 4
-    d_index: Width = 64
-    index_loss: NonNegative = 1.0
-    report_loss: bool = False
     indexer: Indexer = Indexer()
-    reuse: bool = False
     impl: str = "auto"
 
     shards = ("queries",)

@@ -10,22 +10,17 @@ and in any tiling.
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
-from reformax.declared import Bounds, Size
+from reformax.declared import Scale, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import (
-    INTERPRETED,
-    KERNELS,
-    choose_impl,
-    compute_by,
-    kernel_obstacles,
-)
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, compute_by
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import attend_to_tokens
@@ -33,9 +28,6 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax import block_kernels, ring, tiles
 from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.learned_sinks import LearnedSinks
-
-# A mask's lowest logit, scaled, is still a number of float32.
-Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
 
 
 @op
@@ -63,7 +55,6 @@ class flash(LearnedSinks, RingDecoding, AttentionOp):
     query_block_size: Size | None = None
     key_block_size: Size | None = None
     scale: Scale | None = None
-    learned_sinks: bool = False
     impl: str = "auto"
 
     cross = True

@@ -23,17 +23,15 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
     NORM_EPSILON,
-    Recurrence,
+    GatedRecurrence,
     Span,
     decay_params,
-    output_params,
-    output_projections,
 )
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @op
-class gated_delta(Recurrence, AttentionOp):
+class gated_delta(GatedRecurrence, AttentionOp):
     """Gated DeltaNet's attention.
 
     Extra projections: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`.
@@ -59,7 +57,6 @@ class gated_delta(Recurrence, AttentionOp):
         kernel is asked for what it cannot do.
     """
 
-    normalized: bool = True
     norm_epsilon: NonNegative = NORM_EPSILON
     gated: bool = False
     negative_eigenvalues: bool = False
@@ -74,12 +71,12 @@ class gated_delta(Recurrence, AttentionOp):
 
     def extra_projections(self, dims) -> dict[str, Projection]:
         one = Projection(dims.n_heads, 1)
-        return {"beta": one, "keep": one} | output_projections(self.gated, dims)
+        return {"beta": one, "keep": one} | self._output_gate(dims)
 
     def _init(self, rng, dims) -> dict[str, Array]:
         decays = decay_params(rng, self.memory, dims.n_heads)
         conv = conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
-        return decays | output_params(self.normalized, dims) | conv
+        return decays | self._output_scale(dims) | conv
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
         dtype = accum_dtype(q.dtype)

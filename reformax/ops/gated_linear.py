@@ -19,13 +19,13 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.op_functions import Recurrence, Span, output_params, output_projections
+from reformax.ops.recurrence.op_functions import GatedRecurrence, Span
 from reformax.ops.recurrence.short_convolution import conv_params
 from reformax.ops.recurrence.unit_length import scaled
 
 
 @op
-class gated_linear(Recurrence, AttentionOp):
+class gated_linear(GatedRecurrence, AttentionOp):
     """Linear attention with a decay for each feature of the keys.
 
     Extra projections: `gate [N, H]`; with `gated` also `output_gate [N, V]`. Weights: `bias [N,
@@ -49,8 +49,6 @@ class gated_linear(Recurrence, AttentionOp):
         kernel is asked for what it cannot do.
     """
 
-    normalized: bool = True
-    gated: bool = True
     gate_rank: Size | None = None
     temperature: Span = 16.0
     memory: Span | None = None
@@ -60,11 +58,11 @@ class gated_linear(Recurrence, AttentionOp):
         bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
         weights = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}
         conv = conv_params(self.conv_size, rng, dims)
-        return weights | output_params(self.normalized, dims) | conv
+        return weights | self._output_scale(dims) | conv
 
     def extra_projections(self, dims) -> dict[str, Projection]:
         gate = {"gate": Projection(dims.n_heads, dims.d_qk, rank=self.gate_rank)}
-        return gate | output_projections(self.gated, dims)
+        return gate | self._output_gate(dims)
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
         dtype, gate = accum_dtype(q.dtype), extra_projections["gate"]

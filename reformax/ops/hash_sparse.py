@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from reformax.declared import Count, Size, Width
+from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.heads import grouped
 from reformax.ops.compressing.attention import last_position, merged, to_summaries
@@ -19,7 +19,6 @@ from reformax.ops.compressing.op_functions import Compressed
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.numerics.query_chunks import by_chunks, join_chunks
-from reformax.ops.numerics.rotary import RotaryBase
 from reformax.ops.sharding.queries import query_positions
 from reformax.ops.softmax.online import Softmax
 
@@ -58,11 +57,6 @@ class hca(Compressed, AttentionOp):
 
     block_size: Width = 128
     window: Size = 128
-    learned_sinks: bool = True
-    share_kv: bool = False
-    rotary_features: Count = 0
-    rotary_base: RotaryBase = 10_000.0
-    impl: str = "auto"
 
     shards = ("key heads", "queries")
 

@@ -20,19 +20,12 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.op_functions import (
-    OUTPUT_GATE,
-    Recurrence,
-    Span,
-    decay_params,
-    layer_output,
-    output_params,
-)
+from reformax.ops.recurrence.op_functions import GatedRecurrence, Span, decay_params
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @op
-class kda(Recurrence, AttentionOp):
+class kda(GatedRecurrence, AttentionOp):
     """Kimi Delta Attention.
 
     Extra projections: `beta [N, 1]`, `forget [N, H]`; with `gated` also `output_gate [N, V]`.
@@ -53,23 +46,21 @@ class kda(Recurrence, AttentionOp):
         kernel is asked for what it cannot do, such as float32 heads above 64.
     """
 
-    normalized: bool = True
-    gated: bool = True
     low_rank: bool = True
     memory: Span | None = None
     _unit_length = True
+    _gate_activation = staticmethod(jax.nn.sigmoid)
 
     def extra_projections(self, dims) -> dict[str, Projection]:
-        n, rank = dims.n_heads, (lambda size: size if self.low_rank else None)
-        gate = {OUTPUT_GATE: Projection(n, dims.d_v, rank=rank(dims.d_v))}
-        forget = Projection(n, dims.d_qk, rank=rank(dims.d_qk))
-        rates = {"beta": Projection(n, 1), "forget": forget}
-        return rates | gate if self.gated else rates
+        ranks = (dims.d_qk, dims.d_v) if self.low_rank else (None, None)
+        forget = Projection(dims.n_heads, dims.d_qk, rank=ranks[0])
+        rates = {"beta": Projection(dims.n_heads, 1), "forget": forget}
+        return rates | self._output_gate(dims, ranks[1])
 
     def _init(self, rng, dims) -> dict[str, Array]:
         decays = decay_params(rng, self.memory, dims.n_heads, dims.d_qk)
         conv = conv_params(self.conv_size, jax.random.fold_in(rng, 2), dims)
-        return decays | output_params(self.normalized, dims) | conv
+        return decays | self._output_scale(dims) | conv
 
     def _inputs(self, params, q, k, v, extra_projections) -> RecurrenceInputs:
         dtype, forget = accum_dtype(q.dtype), extra_projections["forget"]
@@ -82,6 +73,3 @@ class kda(Recurrence, AttentionOp):
         beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
         decays = log_decay(forget, params["rate"], params["bias"])
         return RecurrenceInputs(q, k, v, decays, beta)
-
-    def _output(self, params, out, extra_projections):
-        return layer_output(params, out, extra_projections, jax.nn.sigmoid)

@@ -12,13 +12,9 @@ from jaxtyping import Array, Float
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    choose_impl,
-    kernel_obstacles,
-    mosaic_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, choose_impl
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import kernel_obstacles, mosaic_obstacles
 from reformax.ops.decoding.cache import KeyValues
 from reformax.ops.decoding.reading import add_all_to_ring
 from reformax.ops.decoding.ring import RingDecoding

@@ -27,13 +27,8 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import (
-    INTERPRETED,
-    KERNELS,
-    choose_impl,
-    group_obstacles,
-    kernel_obstacles,
-)
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
+from reformax.ops.calls.obstacles import group_obstacles, kernel_obstacles
 from reformax.ops.compressing.attention import Blocks, Summaries, in_kernels
 from reformax.ops.decoding.cache import (
     KeyValues,

@@ -35,14 +35,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import (
-    INTERPRETED,
-    KERNELS,
-    MAX_TILE,
-    choose_impl,
-    kernel_obstacles,
-    mosaic_obstacles,
-)
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
+from reformax.ops.calls.obstacles import MAX_TILE, kernel_obstacles, mosaic_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     SharedByBatch,

@@ -26,8 +26,9 @@ from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.row_blocks import block_at, ids_of, over_groups, rows

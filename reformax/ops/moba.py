@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KERNELS, compute_by, group_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import group_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.indexing.blocks import pooled_blocks
 from reformax.ops.masking.masks import ids_or_ones
@@ -124,11 +125,11 @@ class moba(AttentionOp):
 
         def in_kernels(interpret: bool) -> Float[Array, "B T N V"]:
             from reformax.ops.kernels.triton import moba as kernel
-            from reformax.ops.kernels.triton.common import power_of_two
+            from reformax.ops.kernels.triton.common import tile_side
 
-            n_rows = min(QUERIES[q.dtype.itemsize], power_of_two(length))
+            n_rows = min(QUERIES[q.dtype.itemsize], tile_side(length))
             found = _tiles(plan, size, n_rows)
-            n_keys = min(KEYS, power_of_two(size))
+            n_keys = min(KEYS, tile_side(size))
             sizes = kernel.MobaSizes(size, plan.shape[3] + 1, n_keys, call.dropout, call.logits)
             lists = found.block, found.pair, found.bounds, found.slot >= 0
             x = kernel.MobaInputs(q, k, v, call.segment_ids, call.seed, *lists)

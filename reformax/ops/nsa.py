@@ -35,14 +35,9 @@ from reformax.ops import local
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    MAX_GROUP,
-    KernelObstacles,
-    compute_by,
-    group_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import grouped
+from reformax.ops.calls.obstacles import MAX_GROUP, KernelObstacles, group_obstacles
 from reformax.ops.compressing.overlapping import OverlappingSummaries, SummarySizes, init_weights
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring, seen_in_ring
 from reformax.ops.masking.contiguous import first_of_segment

@@ -29,13 +29,8 @@ from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Unsupported, Width
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import (
-    INTERPRETED,
-    KERNELS,
-    NARROW_HEAD,
-    choose_impl,
-    kernel_obstacles,
-)
+from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
+from reformax.ops.calls.obstacles import NARROW_HEAD, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.masking.contiguous import contiguous_segments, restore_order, tokens_first
 from reformax.ops.masking.masks import segment_begins, tokens_before

@@ -17,13 +17,13 @@ from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
-from reformax.ops.recurrence.op_functions import Recurrence, output_params, output_projections
+from reformax.ops.recurrence.op_functions import GatedRecurrence
 from reformax.ops.recurrence.short_convolution import conv_params
 from reformax.ops.recurrence.unit_length import scaled
 
 
 @op
-class retention(Recurrence, AttentionOp):
+class retention(GatedRecurrence, AttentionOp):
     """Linear attention with decay. The first head halves its state every 22 positions.
 
     Each further head takes twice as long. Extra projections: with `gated`, `output_gate [N, V]`.
@@ -42,14 +42,11 @@ class retention(Recurrence, AttentionOp):
         kernel is asked for what it cannot do.
     """
 
-    normalized: bool = True
-    gated: bool = True
-
     def _init(self, rng, dims) -> Any:
-        return output_params(self.normalized, dims) | conv_params(self.conv_size, rng, dims) or ()
+        return self._output_scale(dims) | conv_params(self.conv_size, rng, dims) or ()
 
     def extra_projections(self, dims) -> dict[str, Projection]:
-        return output_projections(self.gated, dims)
+        return self._output_gate(dims)
 
     def _constants(self, n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
         """The log decay of each head, from one position to the next."""

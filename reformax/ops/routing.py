@@ -25,7 +25,8 @@ from reformax.declared import Bounds, Size, Width
 from reformax.ops.base import AttentionOp, op
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.base import AttentionOp, op
-from reformax.ops.calls.dispatch import KERNELS, compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import KERNELS, compute_by
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.ring import RingDecoding
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.numerics.normalization import length_normalize

@@ -21,14 +21,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.declared import Size
 from reformax.ops.asymmetric_lsh import HashCodes, QueryKeyHash, SortedByHash
 from reformax.ops.base import op
 from reformax.ops.calls.call import Call
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
 from reformax.ops.hashing.sorting import sort_by_bucket, take_last
-from reformax.ops.lsh import HashCount
 from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.softmax.orders import ChunkSizes
 
@@ -62,11 +60,7 @@ class smyrf(SortedByHash):
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
 
-    chunk_len: Size = 64
-    n_hashes: HashCount = 4
     count_once: bool = False
-    attend_self_if_alone: bool = True
-    impl: str = "auto"
 
     @property
     def _hashing(self) -> QueryKeyHash:

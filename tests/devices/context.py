@@ -242,7 +242,7 @@ def test_a_choice_is_that_of_one_device(name):
     params = layer.init_params(jax.random.key(0), x.shape)
 
     def plan(params, x, ids):
-        return layer.plan(params, layer.project(params, x), ids)
+        return layer.plan(params, layer.project(params, x)[0], ids)
 
     placed = jax.device_put((x, ids), devices.over_tokens(CONTEXT))
     got = jax.jit(devices.on(CONTEXT, plan))(params, *placed)

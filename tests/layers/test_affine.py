@@ -140,3 +140,15 @@ def test_auto_takes_a_kernel_for_one_row_and_for_few_narrow_ones_on_a_gpu(monkey
 def test_the_kernel_without_a_gpu():
     with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
         affine(drawn(1, 1, 8), drawn(8, 8), impl="pallas")
+
+
+@pytest.mark.parametrize("impl", ["xla", KERNEL])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("activation", [None, jax.nn.relu])
+def test_the_output_is_of_the_matrix_s_dtype_whatever_the_bias_is(activation, rows, impl):
+    x, w, b = drawn(rows, 1, 32), drawn(32, 7, dtype="bfloat16"), drawn(7)
+    narrow = jnp.asarray(x, "bfloat16")
+    (got,) = affine(narrow, transposed_on_gpu(w), b, activation=activation, impl=impl)
+    assert got.dtype == jnp.bfloat16
+    want = equation(narrow, w, b, None, activation, None)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=0.1)

@@ -8,6 +8,7 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, flash, gated_delta, hca, linear, lsh, shared_qk
 from reformax.ops.base import Dims
+from reformax.ops.calls.heads import QKV
 from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from tests.helpers import changed
 from tests.layers import plain
@@ -106,7 +107,7 @@ def test_the_algorithms_own_weights_are_kept():
 
     layer, x = layers.Attention(Scaled(), **SIZES), numbers()
     params = layer.init_params(RNG, x.shape)
-    values = layer.project(params, x).v
+    values = layer.project(params, x)[0].v
     want = jnp.einsum("btnv,nvd->btd", 2 * values, params["w_o"])
     np.testing.assert_allclose(layer.apply(params, x), want, atol=1e-5)
 
@@ -142,7 +143,7 @@ def test_dropout_is_a_function_of_the_rng(random_plan):
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
-    plan = jax.jit(lambda: layer.plan(params, layer.project(params, x), rng=RNG))()
+    plan = jax.jit(lambda: layer.plan(params, layer.project(params, x)[0], rng=RNG))()
     op = changed(op, _plan=lambda *_, **__: plan, plan_needs="rng")
 
     def apply(**options):
@@ -193,7 +194,7 @@ def test_mode_selects_the_hashes_of_evaluation():
 
     def plan(op, mode):
         layer = layers.Attention(op, **SIZES, mode=mode)
-        return jax.eval_shape(lambda: layer.plan(params, layer.project(params, x), rng=RNG))
+        return jax.eval_shape(lambda: layer.plan(params, layer.project(params, x)[0], rng=RNG))
 
     assert plan(op, "train").query_positions.shape[2] == 1
     assert plan(op, "eval").query_positions.shape[2] == 3
@@ -237,10 +238,11 @@ def test_computes_in_the_dtype_of_its_input(row):
     @jax.jit
     def run(x):
         """Both at the plan of the first."""
-        narrow, wide = (layer.project(params, y) for y in (x, x.astype(np.float32)))
+        narrow, wide = (layer.project(params, y)[0] for y in (x, x.astype(np.float32)))
         assert all(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(narrow))
         plan = layer.plan(params, narrow, rng=RNG)
-        return [layer.attend(params, y, plan, rng=RNG) for y in (narrow, wide)]
+        heads = (layer.attend(params, y, plan, rng=RNG) for y in (narrow, wide))
+        return [layer.combine(params, y, rng=RNG) for y in heads]
 
     out, want = run(x)
     assert out.dtype == jnp.bfloat16 and want.dtype == jnp.float32
@@ -371,11 +373,12 @@ def test_a_key_brings_the_next_value(op):
 
     @jax.jit
     def by_hand(params, x):
-        q, _, v, *_ = without.project(params, x)
+        q, _, v, *_ = without.project(params, x)[0]
         current, following = params["next_value"]
         mixed = current * v + following * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
-        qkv = layers.multi_head.QKV(q, None, mixed)
-        return without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
+        qkv = QKV(q, None, mixed)
+        heads = without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
+        return without.combine(params, heads)
 
     np.testing.assert_allclose(whole, by_hand(params, x), atol=1e-5)
     assert not np.any(whole[:, 0])
@@ -400,6 +403,6 @@ def test_further_projections_come_in_the_order_of_their_declaration():
     op = gated_delta.gated_delta(gated=True)
     layer = layers.Attention(op, n_heads=2, d_qk=4, d_v=4, causal=True)
     params = plain.init(layer, (1, 3, 8))
-    found = layer.project(params, jnp.zeros((1, 3, 8))).extra_projections
+    found = layer.project(params, jnp.zeros((1, 3, 8)))[0].extra_projections
     assert list(found) == [name for name in layer.projections() if name not in ("q", "k", "v")]
     assert len(found) > 2

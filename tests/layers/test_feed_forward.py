@@ -9,7 +9,7 @@ import pytest
 
 from reformax import layers
 from reformax.layers.matrices import relu_squared
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
@@ -103,7 +103,7 @@ def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activati
 
 @pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0), (513, 0.1)])
 def test_the_kernel_lowers_for_a_gpu(d_ff, rate, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     layer = layers.FeedForward(d_ff, 0.0, rate, impl="pallas")
     x = jax.ShapeDtypeStruct((2, 100, 16), jnp.bfloat16)
     params = plain.init(layer, x.shape)

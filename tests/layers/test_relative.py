@@ -57,7 +57,7 @@ def test_a_layer_adds_the_bias(kind, causal):
     else:
         ahead = position[None] - position[:, None]
         bias = np.moveaxis(params["position_bias"][relative.buckets(ahead, causal)], -1, 0)
-    q, k, v, *_ = layer.project(params, x)
+    q, k, v, *_ = layer.project(params, x)[0]
     out = dense.dense()(q, k, v, causal=causal, bias=bias[None].astype(np.float32))
     want = np.einsum("btnv,nvd->btd", out, params["w_o"])
     np.testing.assert_allclose(jax.jit(layer.apply)(params, x), want, atol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 from reformax import layers
 from reformax.layers.base import Layer
 from reformax.ops import dense, local
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
@@ -226,7 +226,7 @@ def test_a_residual_and_its_gradient_are_added_in_the_norms_kernel(dtype, added,
 
 @pytest.mark.parametrize("n_rows, kernels", [(1, 1), (2, 0), (4095, 0), (4096, 1)])
 def test_auto_takes_the_kernel_for_many_rows_and_for_one(n_rows, kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     norm, x = layers.LayerNorm(), jax.ShapeDtypeStruct((n_rows, 8), jnp.float32)
     params = plain.init(norm, x.shape)
     program = str(jax.make_jaxpr(norm.with_residual)(params, x, x))
@@ -236,7 +236,7 @@ def test_auto_takes_the_kernel_for_many_rows_and_for_one(n_rows, kernels, monkey
 @each_norm
 @pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
 def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, norm, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     norm = norm(impl="pallas")
     x = jax.ShapeDtypeStruct((4, 100, size), jnp.float32)
     y = None if added is None else jax.ShapeDtypeStruct(x.shape, added)

@@ -39,13 +39,14 @@ def by_hand(model, params):
         p = jax.tree.map(lambda y: y[repeat], params["stack"][f"block_{block}"])  # noqa: B023
         own = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(rng, repeat), block), 0)
         attention, h = layer.attention, stack._norm.apply(p["attention_norm"], x)
-        qkv = attention.project(p["attention"], h)
+        qkv, gate = attention.project(p["attention"], h)
         plan = attention.plan(p["attention"], qkv, rng=own)
         if attention.op.chooses_keys:
             masks = dict(plan=plan, segment_ids=None, causal=True)
             shares = kept_mass(attention.op, (), *qkv[:3], **masks)
             found[i + 1] = shares[..., 0].sum() / shares[..., 1].sum()
-        x = x + attention.attend(p["attention"], qkv, plan, rng=own)
+        heads = attention.attend(p["attention"], qkv, plan, rng=own)
+        x = x + attention.combine(p["attention"], heads, gate)
         x = x + layer.feed_forward.apply(
             p["feed_forward"], stack._norm.apply(p["feed_forward_norm"], x)
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import asymmetric_lsh, hash_sparse, lsh
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.hashing import angular as hashing
 from tests.helpers import assert_trees_equal, lower_for_gpu
@@ -35,7 +35,7 @@ def test_the_same_buckets(length, size, factors, n_hashes, dtype):
 
 
 def test_one_vector_is_hashed_on_a_gpu_too(monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     x, rotations = jnp.zeros((2, 1, 3, 8)), jnp.zeros((3, 8, 2, 5))
     hashed = functools.partial(hashing.hash_by, factors=(4, 6), impl="pallas")
     assert "angular_hash" in lower_for_gpu(hashed, rotations, x)
@@ -95,14 +95,14 @@ def test_the_impl_of_an_op_decides_how_it_hashes(factory, function, monkeypatch)
     if function != "plan":  # plans of kernels and of array operations may differ
         found = [jax.jit(of(impl))(*args) for impl in (INTERPRETED, "xla")]
         assert_trees_equal(*([x.buckets for x in found] if inserts else found))
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     assert hashes_in_a_kernel("auto") == (inserts or function != "step")
 
 
 @pytest.mark.parametrize("chunk_len, fits", [(2**19, True), (2**19 + 1, False)])
 def test_a_reach_that_no_tile_holds_is_not_inserted_by_the_kernel(chunk_len, fits, monkeypatch):
     """A query sees two chunks. Triton's tiles hold 2**20 numbers."""
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     q = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.bfloat16)
 
     def impl_of_insert(impl):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reformax.ops import asymmetric_lsh, dense, flash, local, lsh
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.decoding import cache
@@ -427,7 +427,7 @@ def test_the_kernel_that_inserts_the_newest(options, tile, monkeypatch):
     ],
 )
 def test_auto_takes_the_kernel_of_one_query_for_few_rows(n_rows, n_keys, kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     q, keys = jnp.zeros((n_rows, 1, 2, 8)), jnp.zeros((n_rows, 2, n_keys, 8))
     attend = functools.partial(cache.attend_to, Call(), impl="auto")
     program = str(jax.make_jaxpr(attend)(q, keys, keys, jnp.ones((1, 1, n_keys), bool)))
@@ -473,7 +473,7 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
         np.testing.assert_allclose(jax.jit(interpreted)(held), jax.jit(step)(held), atol=1e-5)
         with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
             n_kernels(row, "pallas", 1)
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     few, many = n_kernels(row, "auto", 1), n_kernels(row, "auto", cache.MAX_KERNEL_ROWS + 1)
     inserts = row.factory is lsh.lsh and not row.op().wrap  # in a kernel, of any number of rows
     assert many == inserts < few
@@ -513,6 +513,6 @@ CUDNN = [row for row in DECODING if row.factory in (dense.dense, flash.flash, lo
 def test_a_step_chooses_by_itself_for_cudnn(row, monkeypatch):
     """cuDNN has no kernel for one query."""
     assert not n_kernels(row, "cudnn", 1)
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     assert n_kernels(row, "cudnn", 1)
     assert not n_kernels(row, "cudnn", cache.MAX_KERNEL_ROWS + 1)

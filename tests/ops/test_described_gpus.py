@@ -15,7 +15,7 @@ import pytest
 from benchmarks.harness import attention_table
 from reformax.layers.kernels import feed_forward, few_rows, layer_norm, one_row
 from reformax.ops import flash, lsh
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.call import Call
 from reformax.ops.decoding.cache import KeyValues, SharedByBatch
 from reformax.ops.kernels.triton import one_query
@@ -173,4 +173,4 @@ def test_what_is_said_of_a_gpu(name):
     threads = 1536 if gpu.capability in ("8.6", "8.9", "12.0") else 2048
     assert f"threads_per_core_limit: {threads}\n" in gpu.description
     assert f"fpus_per_core: {64 if name == 'a100' else 128}\n" in gpu.description
-    assert dispatch.SHARED_KIB[float(gpu.capability)] * 1024 == gpu.shared
+    assert this_gpu.SHARED_KIB[float(gpu.capability)] * 1024 == gpu.shared

@@ -8,7 +8,8 @@ import pytest
 
 from reformax.declared import SettingError
 from reformax.ops import lsh
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import dispatch, this_gpu
+from reformax.ops.calls.obstacles import KernelObstacles, kernel_obstacles
 
 ANY = {"cudnn": None, "pallas": None}
 IMPLS = (*dispatch.IMPLEMENTATIONS, dispatch.INTERPRETED)
@@ -26,20 +27,20 @@ IMPLS = (*dispatch.IMPLEMENTATIONS, dispatch.INTERPRETED)
     ],
 )
 def test_auto_takes_the_first_without_an_obstacle(monkeypatch, gpu, obstacles, want):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None if gpu else "the backend 'cpu'")
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None if gpu else "the backend 'cpu'")
     assert dispatch.choose_impl("auto", **obstacles) == want
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_does_not_pay_is_taken_where_it_is_asked_for_alone(monkeypatch, impl):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     assert dispatch.choose_impl("auto", pays=False, **ANY) == "xla"
     assert dispatch.choose_impl(impl, pays=False, **ANY) == impl
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_an_explicit_implementation_never_falls_back(monkeypatch, impl):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     assert dispatch.choose_impl(impl, **ANY) == impl
     if impl != "xla":
         message = f"^impl={impl!r} with scale=2: use impl='auto' or 'xla'$"
@@ -47,7 +48,7 @@ def test_an_explicit_implementation_never_falls_back(monkeypatch, impl):
             dispatch.choose_impl(
                 impl, **ANY | {"pallas" if impl in dispatch.KERNELS else impl: "scale=2"}
             )
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "the backend 'cpu'")
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: "the backend 'cpu'")
     if impl in ("xla", dispatch.INTERPRETED):
         assert dispatch.choose_impl(impl, **ANY) == impl
     else:
@@ -60,7 +61,7 @@ def test_what_keeps_a_kernel_from_a_call():
         return jax.ShapeDtypeStruct((1, 8, 2, size), jnp.dtype(dtype))
 
     def obstacles(*inputs, **options):
-        found = dispatch.kernel_obstacles(*inputs, **options)
+        found = kernel_obstacles(*inputs, **options)
         return found.call or found.chip, found.call
 
     assert obstacles(x(), x(), x(), bias=None, wrap=False, dropout=0.0) == (None, None)
@@ -85,7 +86,7 @@ def test_rows_of_heads_that_do_not_fit_a_small_chip(monkeypatch, capability, sma
 
     def obstacle(size, dtype, **options):
         x = jax.ShapeDtypeStruct((1, 8, 2, size), jnp.dtype(dtype))
-        return dispatch.kernel_obstacles(x, x, x, **options).chip
+        return kernel_obstacles(x, x, x, **options).chip
 
     assert obstacle(128, "bfloat16") is None and obstacle(64, "float32") is None
     told = "head size 128 in float32 on a GPU whose blocks share 99 KiB, which is above 64"
@@ -95,7 +96,7 @@ def test_rows_of_heads_that_do_not_fit_a_small_chip(monkeypatch, capability, sma
 
 @pytest.mark.parametrize("found, want", [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
 def test_a_gpu_of_another_maker_has_no_such_number(found, want):
-    assert dispatch.compute_capability(types.SimpleNamespace(compute_capability=found)) == want
+    assert this_gpu.compute_capability(types.SimpleNamespace(compute_capability=found)) == want
 
 
 def test_no_text_asks_for_the_interpreter():
@@ -109,17 +110,17 @@ def test_no_text_asks_for_the_interpreter():
 
 @pytest.mark.parametrize("impl", ["auto", "pallas", "xla", dispatch.INTERPRETED])
 def test_a_call_is_computed_by_the_implementation_that_is_chosen(monkeypatch, impl):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    obstacles = dispatch.KernelObstacles(call=None, chip="head size 256")
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
+    too_large = KernelObstacles(call=None, chip="head size 256")
 
-    def compute(impl, obstacles):
-        pallas = obstacles, lambda interpret: interpret
+    def compute(impl, obstacle):
+        pallas = obstacle, lambda interpret: interpret
         return dispatch.compute_by(impl, lambda: "arrays", pallas=pallas)
 
     if impl == "pallas":
         with pytest.raises(NotImplementedError, match="^impl='pallas' with head size 256: use"):
-            compute(impl, obstacles)
+            compute(impl, too_large)
     else:  # the interpreter has no chip
         want = True if impl == dispatch.INTERPRETED else "arrays"
-        assert compute(impl, obstacles) == want
+        assert compute(impl, too_large) == want
     assert compute("auto", None) is compute("pallas", None) is False

@@ -42,7 +42,7 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import obstacles, this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.indexing.candidates import Coded, Hashed, Pooled
 from reformax.ops.indexing.indexer import Indexer
@@ -333,7 +333,7 @@ def test_cudnn_hides_the_padding_behind_rows(length, size, make, causal, monkeyp
     """Rows without padding, with some, with one token, and with only padding."""
     lengths = jnp.array([length, length // 2 + 1, length - 1, 1, 0], jnp.int32)
     rng = np.random.default_rng(length)
-    if size > dispatch.NARROW_HEAD and not dispatch.on_hopper():
+    if size > obstacles.NARROW_HEAD and not this_gpu.is_hopper():
         pytest.skip("cuDNN has heads of 256 on Hopper")
     n_kv_heads = 4 if make is shared_qk.shared_qk else 2
     shapes = [(len(lengths), length, n, size) for n in (4, n_kv_heads, n_kv_heads, 4)]
@@ -345,7 +345,7 @@ def test_cudnn_hides_the_padding_behind_rows(length, size, make, causal, monkeyp
         computed = jax.nn.dot_product_attention
         instead = lambda *x, implementation, **options: computed(*x, **options)  # noqa: E731
         monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
-        monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+        monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
 
     def run(op, dtype, **options):
         options |= dict(plan=(), dropout=0.0, rng=None)

@@ -9,7 +9,7 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import dense, flash
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.masking.masks import visibility
 from tests.layers import plain
@@ -147,7 +147,7 @@ def test_decoding_has_the_sinks(op):
 
 def test_cudnn_and_shards_of_a_sequence_refuse_them(monkeypatch):
     q, k, v, sinks = inputs()
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     op = flash.flash(learned_sinks=True, impl="cudnn")
     with pytest.raises(NotImplementedError, match="impl='cudnn' with learned_sinks=True"):
         op(q, k, v, causal=True, params={"sinks": sinks})

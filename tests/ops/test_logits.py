@@ -177,7 +177,7 @@ def test_a_cap_out_of_range(value):
 
 @pytest.mark.parametrize("factory", [dense.dense, flash.flash, local.local, shared_qk.shared_qk])
 def test_cudnn_has_no_cap_and_auto_goes_on_to_our_kernels(factory, monkeypatch):
-    monkeypatch.setattr("reformax.ops.calls.dispatch.gpu_obstacle", lambda: None)
+    monkeypatch.setattr("reformax.ops.calls.this_gpu.obstacle", lambda: None)
     options = dict(window=16) if factory is local.local else {}
     x = inputs.draw(factory(), length=16, d_qk=16, d_v=16, dtype=jnp.bfloat16)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from tests.helpers import lower_for_gpu
 from tests.ops import inputs
 from tests.ops.inputs import draw, with_gradients
@@ -58,7 +58,7 @@ def test_a_step(row, on_a_tpu):
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("float16", 80), ("float32", 128)])
 def test_kernels(row, dtype, size, monkeypatch):
     """The interpreter accepts what Triton does not."""
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     sizes = dict(length=333, d_qk=size, d_v=size)
     run, arrays = with_gradients(row, jax.random.key(0), dict(impl="pallas"), **sizes)
     d_out, x, ids, params = arrays

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import local, lsh
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.hashing import sorting
 from reformax.ops.kernels.mosaic import chunked as kernel
 from reformax.ops.numerics.logits import Logits
@@ -128,8 +128,8 @@ def test_it_lowers_for_a_gpu(name):
 
 
 def on_hopper(monkeypatch, is_hopper=True):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
-    monkeypatch.setattr(dispatch, "on_hopper", lambda: is_hopper)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "is_hopper", lambda: is_hopper)
 
 
 OPS = {"local": local.local, "lsh": lsh.lsh}

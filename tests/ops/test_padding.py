@@ -9,7 +9,7 @@ import pytest
 
 from reformax.buffers import trained
 from reformax.ops import asymmetric_lsh, flash, linear, local, longformer, lsh, shared_qk, sinks
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from tests.helpers import assert_trees_close
 from tests.ops import inputs
@@ -124,7 +124,7 @@ def test_cudnn_gets_lengths_within_the_row(dtype, most, monkeypatch):
         return q
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     for make, want in ((flash.flash, [24, 1, 25]), (shared_qk.shared_qk, [23, 1, 24])):
         op = make(impl="cudnn")
         x = inputs.draw(op, batch=3, length=LENGTH, d_qk=8, d_v=8, dtype=jnp.bfloat16)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from reformax.ops import dense, flash, linear, local
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
@@ -70,7 +70,7 @@ def test_steps_are_those_of_the_whole_batch(row):
 
 @over((row for row in ROWS if row.in_kernel), quick=lambda row: False)
 def test_kernels_lower_for_a_gpu(row, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     _, shards, given = call_of(row, impl="pallas")
     assert "triton" in lower_for_gpu(shards, *given)
 

@@ -49,7 +49,7 @@ def test_padding_behind_rows_reaches_cudnn(own, monkeypatch):
     ],
 )
 def test_what_cudnn_cannot_compute(options, message, monkeypatch):
-    monkeypatch.setattr("reformax.ops.calls.dispatch.gpu_obstacle", lambda: None)
+    monkeypatch.setattr("reformax.ops.calls.this_gpu.obstacle", lambda: None)
     x = jax.ShapeDtypeStruct((2, 8, 3, 8), np.float32)
     op = shared_qk.shared_qk(impl="cudnn")
     with pytest.raises(NotImplementedError, match=f"^impl='cudnn' with {message}"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import block_sparse, dense, flash, memory_efficient, shared_qk
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.ops.kernels.triton import block_sparse as kernel_blocks
@@ -287,7 +287,7 @@ def test_the_kernel_of_dense_attention_is_the_same_function(causal):
 @pytest.mark.parametrize("op", [dense.dense(), flash.flash(), shared_qk.shared_qk()])
 @pytest.mark.parametrize("dropout, packed", [(0.1, False), (0.0, True)])
 def test_no_gpu_makes_the_matrix(op, dropout, packed, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     x = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.bfloat16)
     ids = jnp.ones((1, 300), jnp.int32) if packed else None
     masks = dict(plan=(), segment_ids=ids, causal=True, dropout=dropout, rng=KEY)

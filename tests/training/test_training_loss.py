@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.dispatch import INTERPRETED
 from reformax.task import Task
 from reformax.training import loss, metrics
@@ -319,7 +319,7 @@ def test_no_more_logits_without_a_gradient_than_in_array_operations(impl, monkey
     "size, dtype, kernels", [(4096, "bfloat16", 1), (4095, "bfloat16", 0), (4096, "float32", 0)]
 )
 def test_auto_takes_the_kernel_for_many_ids_in_bfloat16(size, dtype, kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(this_gpu, "obstacle", lambda: None)
     shapes = ((2, 3, 8), dtype), ((8, size), "float32"), ((2, 3), "int32"), ((2, 3), "float32")
     features, matrix, *others = (jax.ShapeDtypeStruct(*x) for x in shapes)
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from reformax.layers.kernels.one_row import Ending, OneRowInputs, OneRowOptions, run
-from reformax.ops.kernels.triton.common import load, power_of_two, tile_product
+from reformax.ops.kernels.triton.common import load, tile_product, tile_side
 
 # Outputs of a program, and the least rows of a tensor core's tile.
 OUTPUTS, ROWS = 16, 8
@@ -27,7 +27,7 @@ STAGES = 4
 
 def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
     (n_rows, size), n_out = inputs.x.shape, inputs.w.shape[0]
-    row = jnp.arange(ROWS if n_rows <= ROWS else power_of_two(n_rows), dtype=jnp.int32)[None]
+    row = jnp.arange(ROWS if n_rows <= ROWS else tile_side(n_rows), dtype=jnp.int32)[None]
     at = (pl.program_id(0) * OUTPUTS + jnp.arange(OUTPUTS, dtype=jnp.int32))[:, None]
     exists = (at < n_out) & (row < n_rows)
     ending = Ending.read(inputs, row, at, exists)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from reformax.ops.kernels.triton.common import launch, load, power_of_two
+from reformax.ops.kernels.triton.common import launch, load, tile_side
 from reformax.ops.numerics.first_order import first_order
 
 # Programs of the backward pass, several times as many as a GPU runs at once; and numbers of a row
@@ -70,11 +70,11 @@ class NormRows(NamedTuple):
 
     @property
     def _column(self) -> Array:
-        return jnp.arange(power_of_two(self.size), dtype=jnp.int32)
+        return jnp.arange(tile_side(self.size), dtype=jnp.int32)
 
     @property
     def _mask(self) -> Array | None:
-        return None if power_of_two(self.size) == self.size else self._column < self.size
+        return None if tile_side(self.size) == self.size else self._column < self.size
 
     def load(self, ref, *row) -> Array:
         """A row of a matrix, or a vector, in float32, zeros after the end."""
@@ -169,7 +169,7 @@ def _launch(
         (inputs, *others),
         shapes,
         grid=(grid,),
-        num_warps=min(max(power_of_two(size) // PER_WARP, 1), 8),
+        num_warps=min(max(tile_side(size) // PER_WARP, 1), 8),
         num_stages=1,
         interpret=interpret,
         name="layer_norm" + kernel.__name__.removesuffix("_kernel"),

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.layers.kernels.layer_norm import NormRows
-from reformax.ops.kernels.triton.common import launch, load, power_of_two
+from reformax.ops.kernels.triton.common import launch, load, tile_side
 
 # Numbers of the matrix that a program holds, 32 for each of its threads.
 TILE, WARPS = 8192, 8
@@ -107,7 +107,7 @@ def _kernel(inputs: OneRowInputs, outputs: list, *, options: OneRowOptions):
 
 def _tile(size: int) -> tuple[int, int]:
     """Rows and columns of the matrix that a program holds."""
-    width = power_of_two(size)
+    width = tile_side(size)
     return max(2, TILE // width), width
 
 

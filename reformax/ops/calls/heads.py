@@ -9,8 +9,27 @@ value attention; Dao and Gu 2024, "Mamba 2", sec. 7.2).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of all heads, and what else an algorithm reads of a layer's input.
+
+    Keys and values of another sequence have its length.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S G H"] | None  # None: made of the queries
+    v: Float[Array, "B S G V"]
+    extra_projections: dict[str, Float[Array, "B T _ _"]] | None = None
+
+    @property
+    def arrays(self) -> tuple[Array, Array | None, Array]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
 
 
 def repeat_heads(

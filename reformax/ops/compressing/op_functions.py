@@ -8,16 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.declared import SettingError
+from reformax.declared import Count, SettingError
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    MAX_GROUP,
-    KernelObstacles,
-    compute_by,
-    group_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, compute_by
+from reformax.ops.calls.obstacles import MAX_GROUP, KernelObstacles, group_obstacles
+from reformax.ops.calls.options import options
 from reformax.ops.compressing.attention import Blocks, Summaries, in_kernels, to_window
 from reformax.ops.compressing.summaries import (
     Series,
@@ -29,22 +25,29 @@ from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_
 from reformax.ops.masking.masks import ids_or_ones, tokens_before
 from reformax.ops.masking.visibility import Visibility
 from reformax.ops.numerics.query_chunks import in_blocks, positions
-from reformax.ops.numerics.rotary import RotaryAngles, rotary
+from reformax.ops.numerics.rotary import RotaryAngles, RotaryBase, rotary
 from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.online import Softmax
 
 
+@options
 class Compressed(LearnedSinks):
-    """The functions of such an op: a second base class of the op.
+    """The functions and options of such an op: a second base class of the op.
 
-    The op has the options `block_size`, `window`, `learned_sinks`, `share_kv`, `rotary_features`,
-    `rotary_base` and `impl`. It defines `_attend_to_summaries` and, in decoding, `_choose_newest`.
+    The op has the options `block_size` and `window` too. It defines `_attend_to_summaries` and, in
+    decoding, `_choose_newest`. `hca.hca` documents the options.
 
     Weights: with `learned_sinks` `sinks [N]`; for keys `k` and for values `v`, or for both `kv`,
     `positions [L, S, F]` and `norm [F]`. Further projections: of the same names
     `summary_k`, `gate_k`, ..., `[G S, F]`.
     """
+
+    learned_sinks: bool = True
+    share_kv: bool = False
+    rotary_features: Count = 0
+    rotary_base: RotaryBase = 10_000.0
+    impl: str = "auto"
 
     causality = "only"
     reads_ahead = False  # a piece is read by steps, a whole prompt by kernels

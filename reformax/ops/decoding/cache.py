@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl
 from reformax.ops.calls.heads import grouped
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.masking.visibility import Side, Visibility
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import Softmax, softmax_over

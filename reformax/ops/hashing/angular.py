@@ -18,7 +18,8 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
-from reformax.ops.calls.dispatch import compute_by, kernel_obstacles
+from reformax.ops.calls.dispatch import compute_by
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads
 
 MAX_BUCKETS_UNFACTORED = 128

@@ -101,7 +101,7 @@ class Indexer(IndexerDecoding, Options):
         return self.candidates is not None and self.candidates.learns
 
     def kernel_obstacles(self, causal: bool) -> dict[str, Any]:
-        """The options by which kernels cannot choose, for `dispatch.kernel_obstacles`."""
+        """The options by which kernels cannot choose, for `obstacles.kernel_obstacles`."""
         if self.candidates is not None:
             return {}
         both_ways = self.n_local > 0 and not causal

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.buffers import Meter, updated
-from reformax.declared import SettingError, Unsupported
+from reformax.declared import NonNegative, SettingError, Unsupported, Width
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import NARROW_HEAD
+from reformax.ops.calls.obstacles import NARROW_HEAD
+from reformax.ops.calls.options import Options, options
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.sharding import queries as sharding
 
@@ -23,14 +24,19 @@ MAX_PAIRS = 2**36
 MEASURED = 256
 
 
-class IndexedChoice:
-    """The functions of such an op: a second base class of the op.
+@options
+class IndexedChoice(Options):
+    """The functions and options of such an op: a second base class of the op.
 
-    The op has the options `d_index`, `reuse`, `index_loss` and `report_loss`, and defines
-    `newest_choice`.
-    `_of_choice` names its options that decide or learn the choice; with `reuse` the earlier layer's
-    count.
+    The op defines `newest_choice`. `_of_choice` names its options that decide or learn the choice;
+    with `reuse` the earlier layer's count.
     """
+
+    n_index_heads: Width = 4
+    d_index: Width = 64
+    index_loss: NonNegative = 1.0
+    report_loss: bool = False
+    reuse: bool = False
 
     _of_choice: ClassVar[tuple[str, ...]] = ()
 
@@ -80,7 +86,7 @@ class IndexedChoice:
         return n_pairs if kernel.makes_bits(*sizes, by_list, self._learns) else 0
 
     def _above(self, n_bits: int) -> dict[str, int]:
-        """Sizes that no kernel has, by name, for `dispatch.kernel_obstacles`."""
+        """Sizes that no kernel has, by name, for `obstacles.kernel_obstacles`."""
         above = {"d_index": (self.d_index, NARROW_HEAD), "pairs": (n_bits, MAX_PAIRS)}
         return {name: n for name, (n, most) in above.items() if n > most}
 

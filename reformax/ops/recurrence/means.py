@@ -18,14 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import CustomDerivatives, tangent_of
-from reformax.ops.calls.dispatch import (
-    KERNELS,
-    NARROW_HEAD,
-    KernelObstacles,
-    check_impl,
-    compute_by,
-    kernel_obstacles,
-)
+from reformax.ops.calls.dispatch import KERNELS, check_impl, compute_by
+from reformax.ops.calls.obstacles import NARROW_HEAD, KernelObstacles, kernel_obstacles
 from reformax.ops.masking.contiguous import order_of_segments
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype, product

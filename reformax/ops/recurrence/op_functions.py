@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -34,7 +33,6 @@ from reformax.ops.recurrence.short_convolution import (
 from reformax.ops.recurrence.unit_length import of_unit_length
 from reformax.ops.sharding.shard import all_heads, of_heads
 
-OUTPUT_GATE = "output_gate"
 NORM_EPSILON = 1e-5
 # Bounds within which float32 holds quotients of spans, and the bias that is made of them.
 Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
@@ -67,7 +65,6 @@ class Recurrence(Options):
     _repeats_qk = True
     _hides_padding = True
     _takes_lengths = True
-    norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
     _means = False  # whether it computes means of values (`recurrence.means`), without `_output`
     _unit_length = False  # whether queries and keys of `_inputs` are to have unit length
 
@@ -77,7 +74,7 @@ class Recurrence(Options):
 
     def _output(self, params, out: Float[Array, "B T N V"], extra_projections) -> Array:
         """The op's output, of the recurrence's in float32."""
-        return layer_output(params, out, extra_projections, epsilon=self.norm_epsilon)
+        raise NotImplementedError
 
     def _read(self, params, x: Projected, gates) -> RecurrenceInputs:
         """`_inputs` of queries and keys for each head of values, before they have unit length."""
@@ -174,35 +171,35 @@ class Recurrence(Options):
         return out.astype(v.dtype), RecurrenceCache(state, last)
 
 
-# The output of gated recurrences: each head's is normalised to unit root mean square, scaled by
-# channel, and multiplied by a gate (Sun et al. 2023, eq. 8). DeltaNet has no gate (Yang et al.
-# 2024, "Parallelizing Linear Transformers with the Delta Rule").
+@options
+class GatedRecurrence(Recurrence):
+    """A recurrence with an output that is normalised, scaled by channel and gated, all by options.
 
+    Each head's output is brought to unit root mean square (Sun et al. 2023, eq. 8). DeltaNet has no
+    gate (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
+    """
 
-def output_projections(gated: bool, dims: Dims) -> dict[str, Projection]:
-    """The projection of the output gate."""
-    return {OUTPUT_GATE: Projection(dims.n_heads, dims.d_v)} if gated else {}
+    normalized: bool = True
+    gated: bool = True
 
+    norm_epsilon = NORM_EPSILON  # an option of `gated_delta`
+    _gate_activation = staticmethod(jax.nn.silu)
 
-def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
-    """The scale of the normalised output."""
-    return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if normalized else {}
+    def _output_gate(self, dims: Dims, rank: int | None = None) -> dict[str, Projection]:
+        """The projection of the gate."""
+        return {"output_gate": Projection(dims.n_heads, dims.d_v, rank=rank)} if self.gated else {}
 
+    def _output_scale(self, dims: Dims) -> dict[str, Array]:
+        """The scale of the normalised output."""
+        return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if self.normalized else {}
 
-def layer_output(
-    params,
-    out: Float[Array, "B T N V"],
-    extra_projections,
-    activation: Callable[[Array], Array] = jax.nn.silu,
-    epsilon: float = NORM_EPSILON,
-) -> Float[Array, "B T N V"]:
-    """The output, normalised if there is a scale, and times its gate's activation if it has one."""
-    if "scale" in params:
-        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon)
-        out = out * params["scale"].astype(out.dtype)[None, None]
-    if OUTPUT_GATE in (extra_projections or {}):
-        out = out * activation(extra_projections[OUTPUT_GATE].astype(out.dtype))
-    return out
+    def _output(self, params, out, extra_projections):
+        if self.normalized:
+            out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + self.norm_epsilon)
+            out = out * params["scale"].astype(out.dtype)[None, None]
+        if self.gated:
+            out = out * self._gate_activation(extra_projections["output_gate"].astype(out.dtype))
+        return out
 
 
 # Decays `exp(-rate softplus(bias + x))`, as in Mamba 2 (Dao and Gu 2024).

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives, tangent_of
 from reformax.devices import varying_as
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import dispatch, obstacles, this_gpu
 from reformax.ops.masking.contiguous import (
     contiguous_segments,
     order_of_segments,
@@ -119,17 +119,17 @@ def recurrence_from(
     return out.astype(accum_dtype(out.dtype)), final
 
 
-def _obstacles(x: RecurrenceInputs) -> dispatch.KernelObstacles:
+def _obstacles(x: RecurrenceInputs) -> obstacles.KernelObstacles:
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
     # The delta rule's programs hold whole rows of keys. Wide rows of float32 need a large chip.
     if x.q.dtype == jnp.float32:
-        wide = x.beta is None and dispatch.shared_kib() >= dispatch.LARGE_CHIP
+        wide = x.beta is None and this_gpu.shared_kib() >= this_gpu.LARGE_CHIP
     else:
         wide = x.beta is None or not by_feature
-    return dispatch.kernel_obstacles(
+    return obstacles.kernel_obstacles(
         *x[:3],
-        most=dispatch.MAX_HEAD_SIZE if wide else dispatch.NARROW_HEAD,
-        small_row=dispatch.SMALL_ROW // 2 if by_feature else dispatch.SMALL_ROW,
+        most=obstacles.MAX_HEAD_SIZE if wide else obstacles.NARROW_HEAD,
+        small_row=obstacles.SMALL_ROW // 2 if by_feature else obstacles.SMALL_ROW,
     )
 
 

@@ -23,7 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import INTERPRETED, choose_impl, kernel_obstacles
+from reformax.ops.calls.dispatch import INTERPRETED, choose_impl
+from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.masking.bands import ids_at, outside_band, rows_at
 from reformax.ops.masking.masks import TokensFirst, segment_numbers
 from reformax.ops.masking.padding import attend_to_tokens

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import KernelObstacles, kernel_obstacles
 from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.calls.obstacles import KernelObstacles, kernel_obstacles
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.softmax.block_lists import BlockInputs, FullLayout

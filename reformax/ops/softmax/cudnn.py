@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls import dispatch
+from reformax.ops.calls import this_gpu
 from reformax.ops.calls.call import Call
-from reformax.ops.calls.dispatch import MAX_HEAD_SIZE, NARROW_HEAD
+from reformax.ops.calls.obstacles import MAX_HEAD_SIZE, NARROW_HEAD
 from reformax.ops.masking.masks import tokens_before
 from reformax.ops.masking.padding import tokens_only
 
@@ -43,7 +43,7 @@ def cudnn_obstacle(call: Call, q: Array, k: Array, v: Array) -> str | None:
         return f"dropout {call.dropout}"
     if not all(x.dtype == q.dtype and x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):
         return f"dtypes {q.dtype}, {k.dtype} and {v.dtype}"
-    most = MAX_HEAD_SIZE if dispatch.on_hopper() else NARROW_HEAD
+    most = MAX_HEAD_SIZE if this_gpu.is_hopper() else NARROW_HEAD
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > most:
         return f"head sizes {q.shape[-1]} and {v.shape[-1]}"
     return None

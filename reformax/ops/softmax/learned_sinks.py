@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.calls.call import Call
+from reformax.ops.calls.options import Options, options
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.online import nonzero
 
@@ -61,7 +62,8 @@ def _of_rows(sinks: Float[Array, " N"], row_sum: Float[Array, "B N T"]) -> Float
     return sinks.astype(row_sum.dtype)[None, :, None]
 
 
-class LearnedSinks:
+@options
+class LearnedSinks(Options):
     """The option `learned_sinks` of an op: its first base class. Weights: `sinks [N]`."""
 
     learned_sinks: bool = False

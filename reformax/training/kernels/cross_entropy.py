@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import LOG2_E, LOWEST, launch, load, power_of_two
+from reformax.ops.kernels.triton.common import LOG2_E, LOWEST, launch, load, tile_side
 
 # Numbers that a program holds, and its warps; and the neighbours that a thread reads at once.
 BLOCK, WARPS, GROUP = 8192, 32, 8
@@ -127,7 +127,7 @@ def differentiate(
     n_rows, size = logits.shape
     row, number = (jax.ShapeDtypeStruct((n_rows,), x) for x in (jnp.float32, jnp.int32))
     shapes = Results(row, row, number, row, jax.ShapeDtypeStruct(logits.shape, dtype))
-    block = min(BLOCK, power_of_two(size))
+    block = min(BLOCK, tile_side(size))
     in_place = {0: len(shapes) - 1} if logits.dtype == jnp.dtype(dtype) else None
     return launch(
         functools.partial(_kernel, block=block, label_smoothing=label_smoothing, z_loss=z_loss),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import launch, load, matmul, power_of_two
+from reformax.ops.kernels.triton.common import launch, load, matmul, tile_side
 
 # Vectors of a program, and directions of a step of its loop. Half of both where rows have more
 # than 512 bytes: a chip's shared memory holds them.
@@ -74,7 +74,7 @@ def bucket_of(
 
     def best_of(start: int, half: int) -> _Extremes:
         """The extremes over `half` directions from `start`, a tile of them at a time."""
-        width = min(directions, power_of_two(half))
+        width = min(directions, tile_side(half))
 
         def of_tile(first) -> _Extremes:
             index = first + jnp.arange(width, dtype=jnp.int32)
@@ -104,7 +104,7 @@ def _kernel(
     batch, head = pl.program_id(2), pl.program_id(1)
     _, length, _, size = x_ref.shape
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    feature = jnp.arange(power_of_two(size), dtype=jnp.int32)
+    feature = jnp.arange(tile_side(size), dtype=jnp.int32)
     exists = row < length
     x = load(
         x_ref.at[batch, row[:, None], head, feature[None, :]],
@@ -141,8 +141,8 @@ def hash_vectors(
     """
     batch, length, n_heads, size = vectors.shape
     n_hashes = rotations.shape[2]
-    share = 2 if power_of_two(size) * vectors.dtype.itemsize > 512 else 1
-    rows = min(ROWS // share, power_of_two(length))
+    share = 2 if tile_side(size) * vectors.dtype.itemsize > 512 else 1
+    rows = min(ROWS // share, tile_side(length))
     return launch(
         functools.partial(
             _kernel, factors=tuple(factors), rows=rows, directions=DIRECTIONS // share

@@ -36,8 +36,8 @@ from reformax.ops.kernels.triton.block_programs import BlockProgram, BlockTiles,
 from reformax.ops.kernels.triton.common import (
     QueryRows,
     launch,
-    power_of_two,
     softmax_shapes,
+    tile_side,
 )
 from reformax.ops.softmax import block_lists
 from reformax.ops.softmax.block_lists import (
@@ -322,7 +322,7 @@ def _tiles(layout: Layout | FullLayout, x: BlockInputs, tiles: BlockTiles) -> Bl
 
     def side(block: int, length: int, most: int) -> int:
         # The largest power of two that divides a block, or holds a shorter length.
-        return min(block & -block, most, power_of_two(length))
+        return min(block & -block, most, tile_side(length))
 
     sizes = (
         side(layout.block_q, layout.n_queries, tiles.query),

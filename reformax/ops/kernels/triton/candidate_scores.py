@@ -22,7 +22,7 @@ from reformax.ops.kernels.triton.common import (
     launch,
     load,
     matmul_in_parts,
-    power_of_two,
+    tile_side,
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import COLUMNS, in_order, padded_length
@@ -44,8 +44,8 @@ def _scores_kernel(x: CandidateInputs, out):
     """The scores of a query's candidates."""
     query, batch = pl.program_id(0), pl.program_id(1)
     n_heads, size = x.queries[0].shape[2:]
-    n_candidates, width = x.candidates.shape[2], power_of_two(size)
-    head = jnp.arange(power_of_two(n_heads), dtype=jnp.int32)
+    n_candidates, width = x.candidates.shape[2], tile_side(size)
+    head = jnp.arange(tile_side(n_heads), dtype=jnp.int32)
     number, exists = jnp.arange(width, dtype=jnp.int32)[None, :], head < n_heads
     mask = jnp.broadcast_to(exists[:, None] & (number < size), (head.size, width))
     q = tuple(load(y.at[batch, query, head[:, None], number], mask, 0.0) for y in x.queries)

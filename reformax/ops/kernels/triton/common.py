@@ -34,7 +34,7 @@ LOG2_E = math.log2(math.e)
 T = TypeVar("T")
 
 
-def power_of_two(n: int) -> int:
+def tile_side(n: int) -> int:
     """The side of a tile that holds `n` numbers: a power of two, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
 
@@ -166,7 +166,7 @@ def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Flo
 
 def empty_softmax(n_rows: int, d_v: int) -> Softmax:
     """The softmax of rows before the first key."""
-    acc = jnp.zeros((n_rows, power_of_two(d_v)), jnp.float32)
+    acc = jnp.zeros((n_rows, tile_side(d_v)), jnp.float32)
     row_max = jnp.full((n_rows,), LOWEST, jnp.float32)
     return Softmax(acc, row_max, jnp.zeros_like(row_max))
 

@@ -36,10 +36,10 @@ from reformax.ops.kernels.triton.common import (
     line,
     load,
     matmul,
-    power_of_two,
     recompute_weights,
     statistics_step,
     tile_product,
+    tile_side,
     view_rows,
 )
 from reformax.ops.masking.visibility import is_token
@@ -110,7 +110,7 @@ class Program:
 
     def rows(self, ref: Any, block: Block, included: Array | None = None) -> Float[Array, "L H"]:
         """A block's rows of `[B, T, N, H]`, H padded; zeros where none exists or is `included`."""
-        width = power_of_two(ref.shape[3])
+        width = tile_side(ref.shape[3])
         view, mask = self.view(ref, block, width)
         if included is not None:
             shape = included.shape[0], width

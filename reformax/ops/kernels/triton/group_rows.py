@@ -14,8 +14,8 @@ from reformax.ops.kernels.triton.common import (
     QueryRows,
     load,
     matmul_in_parts,
-    power_of_two,
     tile_dropout_mask,
+    tile_side,
     view_rows,
 )
 from reformax.ops.kernels.triton.flash import Program
@@ -135,7 +135,7 @@ def group_rows(
     ids = None if ids is None else load(ids.at[batch, position], exists, 0)
 
     def vectors(ref) -> Array:
-        column = jnp.arange(power_of_two(ref.shape[3]), dtype=jnp.int32)[None, :]
+        column = jnp.arange(tile_side(ref.shape[3]), dtype=jnp.int32)[None, :]
         view = ref.at[batch, position[:, None], head[:, None], column]
         return load(view, exists[:, None] & (column < ref.shape[3]), 0.0)
 

@@ -27,8 +27,8 @@ from reformax.ops.kernels.triton.common import (
     line,
     load,
     matmul_in_parts,
-    power_of_two,
     tile_product,
+    tile_side,
     view_rows,
 )
 from reformax.ops.kernels.triton.top_k import HIDDEN, RowRule, top_k
@@ -144,7 +144,7 @@ class IndexerProgram(NamedTuple):
         return tuple(self._rows(ref, key, 0) for ref in self.x.keys)
 
     def _rows(self, ref, side: Side, head: Any) -> Array:
-        width = power_of_two(ref.shape[3])
+        width = tile_side(ref.shape[3])
         return load(*view_rows(ref, self.batch, side.position, head, width, side.exists), 0.0)
 
     def weights(self, query: Side, head: Any) -> Float[Array, " I"]:
@@ -300,5 +300,5 @@ def choose_positions(
 
 def n_stages_for(*rows: Array) -> int:
     """Pipeline stages of a loop over such rows: as many as fit on a chip."""
-    n_bytes = sum(power_of_two(x.shape[-1]) * x.dtype.itemsize for x in rows)
+    n_bytes = sum(tile_side(x.shape[-1]) * x.dtype.itemsize for x in rows)
     return 2 if n_bytes <= 384 else 1

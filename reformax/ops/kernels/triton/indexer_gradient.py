@@ -49,9 +49,9 @@ from reformax.ops.kernels.triton.common import (
     load,
     matmul,
     name_of,
-    power_of_two,
     recompute_weights,
     tile_bits,
+    tile_side,
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import (
@@ -147,7 +147,7 @@ def _difference_kernel(
     tile, key_tile, batch = (pl.program_id(i) for i in range(3))
     program = rule.program(x, batch, columns)
     n_heads, size = attention.q.shape[2:]
-    width, group = power_of_two(size), n_heads // attention.k.shape[2]
+    width, group = tile_side(size), n_heads // attention.k.shape[2]
 
     def rows(ref, side: Side, head) -> Array:
         return load(*view_rows(ref, batch, side.position, head, width, side.exists), 0.0)

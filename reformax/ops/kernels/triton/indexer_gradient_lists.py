@@ -24,8 +24,8 @@ from reformax.ops.kernels.triton.common import (
     hide,
     load,
     matmul,
-    power_of_two,
     recompute_weights,
+    tile_side,
     view_rows,
 )
 from reformax.ops.kernels.triton.indexer import COLUMNS, ROWS, IndexerInputs, IndexerProgram
@@ -123,7 +123,7 @@ class _ListProgram(NamedTuple):
     def index_heads(self) -> tuple[Float[Array, "J D"], Float[Array, " J"]]:
         """The vectors and weights of the index heads."""
         (queries,), n = self.inputs.x.queries, self.inputs.x.weights.shape[2]
-        head = jnp.arange(power_of_two(n), dtype=jnp.int32)
+        head = jnp.arange(tile_side(n), dtype=jnp.int32)
         q = _heads_of(queries, self.batch, self.query.position, head, head < n)
         at = self.batch, self.query.position, jnp.where(head < n, head, 0)
         return q, load(self.inputs.x.weights.at[at], head < n, 0.0)
@@ -137,8 +137,8 @@ class _ListProgram(NamedTuple):
     def n_rows(self) -> int:
         """The heads of a part of a group."""
         q = self.inputs.attention.q
-        most = MAX_PART_BYTES // (power_of_two(q.shape[3]) * q.dtype.itemsize)
-        return max(16, min(most, power_of_two(self.group)))
+        most = MAX_PART_BYTES // (tile_side(q.shape[3]) * q.dtype.itemsize)
+        return max(16, min(most, tile_side(self.group)))
 
     @property
     def n_parts(self) -> int:
@@ -172,7 +172,7 @@ class _ListProgram(NamedTuple):
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, number], exists, 0)
         visible = self.tiles.sees(self.query, Side(number, ids, exists))
         (keys,), (queries, weights) = x.keys, heads
-        width = power_of_two(keys.shape[3])
+        width = tile_side(keys.shape[3])
         rows = load(*view_rows(keys, self.batch, number, 0, width, visible), 0.0)
         products = matmul(queries, rows, transpose_b=True)
         scores = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=0)
@@ -185,7 +185,7 @@ class _ListProgram(NamedTuple):
 
         def add(part, total):
             heads = self.heads(part) if alone is None else alone
-            at = self.batch, keys.number, self.key_head(part), power_of_two(size)
+            at = self.batch, keys.number, self.key_head(part), tile_side(size)
             view = view_rows(attention.k, *at, keys.visible)
             logits = matmul(heads.q, load(*view, 0.0), transpose_b=True)
             logits = hide(self.rule.logits.capped(logits, math.sqrt(size)), keys.visible[None, :])
@@ -227,7 +227,7 @@ class _ListProgram(NamedTuple):
 def _heads_of(ref, batch, position, head: Int[Array, " M"], exists) -> Float[Array, "M H"]:
     """Rows of some heads at one position of `[B, T, N, H]`."""
     size = ref.shape[3]
-    number = jnp.arange(power_of_two(size), dtype=jnp.int32)[None, :]
+    number = jnp.arange(tile_side(size), dtype=jnp.int32)[None, :]
     head = jnp.where(exists, head, 0)[:, None]
     mask = exists[:, None] & (number < size)
     return load(ref.at[batch, position, head, jnp.where(number < size, number, 0)], mask, 0.0)

@@ -54,8 +54,8 @@ from reformax.ops.kernels.triton.common import (
     launch,
     load,
     name_of,
-    power_of_two,
     softmax_shapes,
+    tile_side,
 )
 from reformax.ops.kernels.triton.group_rows import GroupInputs, GroupProgram, GroupRows
 from reformax.ops.masking.visibility import Side, Visibility
@@ -113,7 +113,7 @@ class ListedSizes(NamedTuple):
 
 def _width(x: GroupInputs) -> int:
     """The columns of a tile."""
-    return power_of_two(max(x.q.shape[3], x.v.shape[3]))
+    return tile_side(max(x.q.shape[3], x.v.shape[3]))
 
 
 def _n_programs(x: GroupInputs) -> int:
@@ -130,7 +130,7 @@ def _n_rows(x: GroupInputs) -> int:
 def _n_keys(x: GroupInputs) -> int:
     """Keys of a tile."""
     most = TILE_NUMBERS[x.k.dtype.itemsize] // _width(x)
-    return min(MAX_KEYS, most, power_of_two(x.chosen.shape[2]))
+    return min(MAX_KEYS, most, tile_side(x.chosen.shape[2]))
 
 
 class ListedKeys(NamedTuple):
@@ -168,7 +168,7 @@ class ListedProgram(GroupProgram):
     def queries(self) -> GroupRows:
         x, group = self.x, self.sizes.group
         position = self.index if x.start is None else x.start[0] + self.index
-        row = jnp.arange(power_of_two(_n_rows(x)), dtype=jnp.int32)
+        row = jnp.arange(tile_side(_n_rows(x)), dtype=jnp.int32)
         member = lax.rem(self.head, jnp.int32(_n_programs(x))) * _n_rows(x) + row
         exists = (row < _n_rows(x)) & (member < group) & (position < x.q.shape[1])
         position = jnp.where(exists, position, 0)
@@ -235,7 +235,7 @@ def _sums_kernel(pair, bounds, x: Sequence[Array], before, after, *, n_programs)
     key, head, batch = (pl.program_id(i) for i in range(3))
     first, end = (bounds[batch, key + jnp.int32(i)] for i in (0, 1))
     n_pairs = x[0].shape[2]
-    widths = [power_of_two(ref.shape[3]) for ref in x]
+    widths = [tile_side(ref.shape[3]) for ref in x]
     n_rows = max(1, SUM_NUMBERS // max(widths))
 
     def rows(ref, width: int, program, at, exists) -> Array:
@@ -282,7 +282,7 @@ def _launch(kernel, sizes: ListedSizes, interpret, inputs, shapes, aliases=None)
 
 def _warps(x: GroupInputs, gradients: bool) -> int:
     """Two for the outputs of few heads, so that more programs wait for memory at once."""
-    n_bytes = power_of_two(_n_rows(x)) * _width(x) * x.q.dtype.itemsize
+    n_bytes = tile_side(_n_rows(x)) * _width(x) * x.q.dtype.itemsize
     if gradients:
         return 4 if n_bytes <= MAX_ROW_BYTES // 2 else 8
     return 2 if n_bytes <= MAX_ROW_BYTES // 2 else 4

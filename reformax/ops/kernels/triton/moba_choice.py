@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.triton.common import column, hide, launch, line, load, power_of_two
+from reformax.ops.kernels.triton.common import column, hide, launch, line, load, tile_side
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import EARLIER_BLOCKS, Side
 from reformax.ops.numerics.best import with_nan_highest
@@ -72,7 +72,7 @@ class _ChoiceProgram(NamedTuple):
 
 def _nothing(n_best: int) -> _Best:
     """Empty lists. Slots from `n_best` on are never the lowest."""
-    shape = ROWS, power_of_two(n_best)
+    shape = ROWS, tile_side(n_best)
     slot = jnp.arange(shape[1], dtype=jnp.int32)[None, :]
     score = jnp.broadcast_to(jnp.where(slot < n_best, -jnp.inf, jnp.inf), shape)
     return _Best(score.astype(jnp.float32), jnp.full(shape, -1, jnp.int32))

@@ -39,9 +39,9 @@ from reformax.ops.kernels.triton.common import (
     launch,
     load,
     name_of,
-    power_of_two,
     softmax_shapes,
     tile_bits,
+    tile_side,
 )
 from reformax.ops.kernels.triton.group_rows import GroupInputs, GroupProgram, GroupRows
 from reformax.ops.masking.visibility import Side, Visibility
@@ -97,7 +97,7 @@ class NsaSizes(NamedTuple):
     @property
     def n_keys(self) -> int:
         """The keys of a tile."""
-        return min(KEYS, power_of_two(self.block)) if self.block else KEYS
+        return min(KEYS, tile_side(self.block)) if self.block else KEYS
 
     @property
     def per_block(self) -> int:
@@ -151,7 +151,7 @@ class NsaProgram(GroupProgram):
     def queries(self, n_queries: int, tile, pair=None) -> GroupRows:
         """The rows of a tile of neighbouring queries, or with `pair` of a tile of a list."""
         x, group = self.x, self.sizes.group
-        row = jnp.arange(power_of_two(n_queries * group), dtype=jnp.int32)
+        row = jnp.arange(tile_side(n_queries * group), dtype=jnp.int32)
         within = lax.div(row, jnp.int32(group))
         head = self.head * group + lax.rem(row, jnp.int32(group))
         exists = within < n_queries
@@ -316,8 +316,8 @@ def _sum_kernel(parts, first_part, out, *, per_block):
     block, tile = (f(program, jnp.int32(per_block)) for f in (lax.div, lax.rem))
     n_keys, size = parts.shape[3:]
     row = jnp.arange(n_keys, dtype=jnp.int32)[:, None]
-    column = jnp.arange(power_of_two(size), dtype=jnp.int32)[None, :]
-    mask = jnp.broadcast_to(column < size, (n_keys, power_of_two(size)))
+    column = jnp.arange(tile_side(size), dtype=jnp.int32)[None, :]
+    mask = jnp.broadcast_to(column < size, (n_keys, tile_side(size)))
 
     def add(part, total):
         view = parts.at[batch, head, part * per_block + tile, row, column]
@@ -353,7 +353,7 @@ def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
     n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
     if n_rows <= 32:
         return MIN_WARPS
-    return 8 if power_of_two(size) * n_rows > MAX_OF_FOUR_WARPS else 4
+    return 8 if tile_side(size) * n_rows > MAX_OF_FOUR_WARPS else 4
 
 
 def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:

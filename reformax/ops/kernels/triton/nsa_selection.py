@@ -37,8 +37,8 @@ from reformax.ops.kernels.triton.common import (
     line,
     load,
     name_of,
-    power_of_two,
     statistics_step,
+    tile_side,
 )
 from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, ScoredInputs, group_rows
 from reformax.ops.masking.visibility import CAUSAL, Side
@@ -237,7 +237,7 @@ def _best_kernel(scores, first_blocks, start, out, *, sizes: SelectionSizes, len
     row, head, batch = (pl.program_id(i) for i in range(3))
     query = row if start is None else start[0] + row
     n_blocks = scores.shape[4]
-    block = jnp.arange(power_of_two(n_blocks), dtype=jnp.int32)
+    block = jnp.arange(tile_side(n_blocks), dtype=jnp.int32)
     exists = query < length
     query = jnp.minimum(query, length - 1)
     query_block = lax.div(query, jnp.int32(sizes.block))
@@ -270,7 +270,7 @@ def _best_kernel(scores, first_blocks, start, out, *, sizes: SelectionSizes, len
     slot_of_block = jnp.cumsum(chosen, dtype=jnp.int32) - 1
     slot_of_block = jnp.where(chosen, slot_of_block, out.shape[3])
     pltriton.store(out.at[batch, head, row, slot_of_block], block, mask=chosen)
-    slot = jnp.arange(power_of_two(sizes.n_best), dtype=jnp.int32)
+    slot = jnp.arange(tile_side(sizes.n_best), dtype=jnp.int32)
     none = (slot >= count(chosen)) & (slot < sizes.n_best)
     slot = jnp.where(none, slot, out.shape[3])
     pltriton.store(out.at[batch, head, row, slot], jnp.full(slot.shape, -1, jnp.int32), mask=none)
@@ -310,7 +310,7 @@ def select(
         best = jax.ShapeDtypeStruct((n_batch, n_kv, n_rows, sizes.n_best), jnp.int32)
         kernel = functools.partial(_best_kernel, length=length)
         grid = n_rows, n_kv, n_batch
-        warps = max(1, min(16, power_of_two(n_blocks) // BLOCKS_PER_WARP))
+        warps = max(1, min(16, tile_side(n_blocks) // BLOCKS_PER_WARP))
         return run(kernel, (scores, first, start), best, grid, warps)
 
     tile_bytes = 4 * len(sizes.multiplicity) * n_batch * n_kv * sizes.n_queries * n_blocks

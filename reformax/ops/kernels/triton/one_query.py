@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.kernels.triton.common import LOWEST, launch, load, power_of_two
+from reformax.ops.kernels.triton.common import LOWEST, launch, load, tile_side
 from reformax.ops.numerics.logits import PLAIN, Logits
 from reformax.ops.softmax.online import nonzero
 
@@ -124,7 +124,7 @@ class _OneQuery(NamedTuple):
 
 def _columns(ref) -> tuple[Int[Array, " H"], Bool[Array, " H"]]:
     """The columns of a vector along the last axis, padded, and which of them exist."""
-    column = jnp.arange(power_of_two(ref.shape[-1]), dtype=jnp.int32)
+    column = jnp.arange(tile_side(ref.shape[-1]), dtype=jnp.int32)
     return column, column < ref.shape[-1]
 
 
@@ -158,7 +158,7 @@ def _kernel(x: OneQueryInputs, out, after, *, logits: Logits, count_once: bool):
         added = jnp.sum(weights[:, None] * values, axis=0)
         return acc * decay + added, new_max, row_sum * decay + jnp.sum(weights)
 
-    acc = jnp.zeros(power_of_two(x.values.shape[3]), jnp.float32)
+    acc = jnp.zeros(tile_side(x.values.shape[3]), jnp.float32)
     start = acc, jnp.float32(LOWEST), jnp.float32(0)
     acc, of_keys_max, row_sum = lax.fori_loop(0, program.n_tiles, step, start)
     if x.sinks is not None:

@@ -23,7 +23,7 @@ from reformax.ops.kernels.triton.common import (
     load,
     matmul,
     name_of,
-    power_of_two,
+    tile_side,
     view_rows,
 )
 from reformax.ops.kernels.triton.recurrence_chunk import parts_of, to_float32
@@ -60,7 +60,7 @@ def _tile(read: FeatureArrays) -> _FeatureTile:
     position = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
     length, size = read.x.shape[1], read.x.shape[3]
     exists = position < length
-    x = load(*view_rows(read.x, batch, position, head, power_of_two(size), exists))
+    x = load(*view_rows(read.x, batch, position, head, tile_side(size), exists))
     square = jnp.sum(to_float32(x) ** 2, axis=1) * size**-0.5
     exponents = sum(
         matmul(x, _directions(read, part), transpose_b=True) for part in reversed(range(PARTS))
@@ -75,7 +75,7 @@ def _tile(read: FeatureArrays) -> _FeatureTile:
 def _directions(read: FeatureArrays, part: int) -> Float[Array, "M H"]:
     """A part of the directions, as a tile."""
     n, size = read.directions.shape[1:]
-    number, column = (jnp.arange(power_of_two(i), dtype=jnp.int32) for i in (n, size))
+    number, column = (jnp.arange(tile_side(i), dtype=jnp.int32) for i in (n, size))
     inside = (number < n)[:, None] & (column < size)[None, :]
     return load(read.directions.at[part, number[:, None], column[None, :]], inside)
 
@@ -88,7 +88,7 @@ def _relative_to(read: FeatureArrays, tile: _FeatureTile):
 
 def _view(ref, tile: _FeatureTile):
     batch, position, head = tile.index
-    return view_rows(ref, batch, position, head, power_of_two(ref.shape[3]), tile.exists)
+    return view_rows(ref, batch, position, head, tile_side(ref.shape[3]), tile.exists)
 
 
 def scales_kernel(read, scales) -> None:

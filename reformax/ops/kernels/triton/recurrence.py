@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.calls import dispatch
-from reformax.ops.calls.dispatch import NARROW_HEAD
+from reformax.ops.calls import this_gpu
+from reformax.ops.calls.obstacles import NARROW_HEAD
 from reformax.ops.kernels.triton.common import launch, name_of
 from reformax.ops.kernels.triton.recurrence_chunk import (
     L,
@@ -111,7 +111,7 @@ def _run(
         out_shape,
         grid=grid,
         num_warps=warps or WARPS[name],
-        num_stages=1 if dispatch.on_small_chip() else stages,
+        num_stages=1 if this_gpu.on_small_chip() else stages,
         interpret=plan.interpret,
         name=f"recurrence_{name}",
     )
@@ -179,7 +179,7 @@ class _Launches(NamedTuple):
         (batch, _, n_heads, d_k), blocks = self.x.k.shape, self._blocks
         n_programs = batch * n_heads * self.plan.n_groups * blocks.grid(d_k, self.x.v.shape[3])
         row = (blocks.h * (2 if self.x.beta is None else 3) + blocks.v) * self.plan.dtype.itemsize
-        fits = STAGES * L * row < 0.75 * 1024 * dispatch.shared_kib()
+        fits = STAGES * L * row < 0.75 * 1024 * this_gpu.shared_kib()
         whole = blocks.h >= d_k and not (self.by_feature or self.plan.mean)
         return fits and whole and n_programs >= LEAST_SCANNING
 
@@ -276,7 +276,7 @@ class _Launches(NamedTuple):
         # which reads more, one has it for itself, if it holds three.
         row = blocks.h * self.plan.dtype.itemsize
         in_one_scan = kernel is states_kernel and out_shape[2] is not None
-        fewer = kernel is states_kernel or dispatch.shared_kib() < dispatch.LARGE_CHIP
+        fewer = kernel is states_kernel or this_gpu.shared_kib() < this_gpu.LARGE_CHIP
         wide = row > 384 or (row >= 256 and fewer)
         wide &= self.x.beta is not None and not in_one_scan
         stages = STAGES - 1 if wide else STAGES
@@ -370,7 +370,7 @@ class _Launches(NamedTuple):
         # tile of 64 rows is a product of four warps on Hopper; more hold more tiles, and elsewhere
         # those of decays by feature are too many for four.
         stages = 1 if whole or (wide and x.beta is not None) else STAGES - (wide or self.by_feature)
-        more = whole or wide or (self.by_feature and not dispatch.on_hopper())
+        more = whole or wide or (self.by_feature and not this_gpu.is_hopper())
         options = dict(stages=stages, warps=None if more else 4)
         (out,) = self._each(gradients_kernel, inputs, (shapes,), **options)
         decay = out.decay if decay is not numbers else out.decay[..., None]

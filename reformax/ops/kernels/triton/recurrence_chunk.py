@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.kernels.triton.common import load, power_of_two, tile_product
+from reformax.ops.kernels.triton.common import load, tile_product, tile_side
 from reformax.ops.masking.visibility import same_segment
 
 L = 64  # rows of a chunk
@@ -430,7 +430,7 @@ def across(bit: Any) -> Bool[Array, "L L"]:
 
 def columns_of(size: int, first: Any = 0, width: int | None = None) -> Int[Array, " J"]:
     """Indices of columns, padded to a power of two."""
-    return first + jnp.arange(width or power_of_two(size), dtype=jnp.int32)
+    return first + jnp.arange(width or tile_side(size), dtype=jnp.int32)
 
 
 def column_mask(columns, size: int, axis: int) -> Bool[Array, "*d"] | None:

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from reformax.ops.calls.dispatch import NARROW_HEAD
-from reformax.ops.kernels.triton.common import matmul_in_parts, power_of_two, tile_product
+from reformax.ops.calls.obstacles import NARROW_HEAD
+from reformax.ops.kernels.triton.common import matmul_in_parts, tile_product, tile_side
 from reformax.ops.kernels.triton.recurrence_chunk import (
     BITS,
     L,
@@ -165,7 +165,7 @@ def _blocks(x, gradient: bool) -> tuple[int, int]:
     if gradient:
         most = FEATURES // 2
     if widest <= most:
-        return 1, power_of_two(size)
+        return 1, tile_side(size)
     width = min(most, FEATURES)
     if wide and widest > NARROW_HEAD:
         width = FEATURES // 4

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from reformax.ops.kernels.triton.common import load, matmul_in_parts, power_of_two
+from reformax.ops.kernels.triton.common import load, matmul_in_parts, tile_side
 from reformax.ops.kernels.triton.recurrence_chunk import (
     ChunkRows,
     L,
@@ -44,7 +44,7 @@ class StateBlocks(NamedTuple):
     @classmethod
     def of(cls, d_k: int, d_v: int, whole: bool, dtype: Any) -> StateBlocks:
         """Blocks of a state; `whole` ones have all features of the keys."""
-        h, v, widest = power_of_two(d_k), power_of_two(d_v), 256 // jnp.dtype(dtype).itemsize
+        h, v, widest = tile_side(d_k), tile_side(d_v), 256 // jnp.dtype(dtype).itemsize
         return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= widest or not whole else 32))
 
     @property

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.triton import angular_hash
-from reformax.ops.kernels.triton.common import launch, load, power_of_two
+from reformax.ops.kernels.triton.common import launch, load, tile_side
 from reformax.ops.numerics.normalization import EPSILON
 
 # Positions that a program counts at a time: a text of so many waits for memory once.
@@ -73,7 +73,7 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     size, capacity = inputs.q.shape[2], inputs.order.shape[3]
     # Reading several positions steps rows that have ended on, past the cache's end.
     newest = jnp.minimum(load(inputs.position.at[row], None), capacity - 1)
-    feature = jnp.arange(power_of_two(size), dtype=jnp.int32)
+    feature = jnp.arange(tile_side(size), dtype=jnp.int32)
     q = load(inputs.q.at[row, head, feature], feature < size, 0.0)
 
     def rotation(line, index):
@@ -82,9 +82,9 @@ def _kernel(inputs: InsertInputs, out: Inserted, *, options: InsertOptions):
     # Products of tiles have 16 rows, which are all the query here.
     rows = jnp.broadcast_to(q[None], (16, q.shape[0]))
     bucket = jnp.max(angular_hash.bucket_of(rows, size, rotation, options.factors))
-    tile = min(TILE, power_of_two(capacity))
+    tile = min(TILE, tile_side(capacity))
     start, slot = _slots_of_bucket(inputs.buckets, at_hash, bucket, newest, tile)
-    index = jnp.arange(power_of_two(options.n_slots), dtype=jnp.int32)
+    index = jnp.arange(tile_side(options.n_slots), dtype=jnp.int32)
     at, exists = options.op.slots_in_reach(capacity, index, slot, start, newest)
     exists = exists & (at != slot) & (index < options.n_slots)
     before = jnp.where(at > slot, at - 1, at)  # the order that is read lacks the newest position

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int
 
-from reformax.ops.kernels.triton.common import launch, load, power_of_two
+from reformax.ops.kernels.triton.common import launch, load, tile_side
 
 # Scores of a tile of a row; the most of a tile of a list, which is held whole where it is one.
 ROW_TILE, LIST_TILE, WARPS = 1024, 8192, 4
@@ -238,10 +238,10 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
 
         return _Tiles(-(-length // width), width, read)
 
-    held, most = tiles(min(LIST_TILE, power_of_two(length))).held()
+    held, most = tiles(min(LIST_TILE, tile_side(length))).held()
     bound = _bisect(held.n_reaching, bound, most, n_best, n_best)
     most_equal = n_best - held.count(lambda score: score > bound)
-    some = tiles(min(ROW_TILE, power_of_two(length)))
+    some = tiles(min(ROW_TILE, tile_side(length)))
 
     def write(i, state):
         state, kept, slot = state.step(some.read(i))
@@ -269,7 +269,7 @@ def _top_k_kernel(scores, start, out: _TopKOutputs, *, rule: RowRule, barrier: C
 
 def list_size(n_best: int, n_scores: int) -> int | None:
     """M; None where a row is its own list."""
-    n_list = max(power_of_two(2 * n_best), MIN_LIST)
+    n_list = max(tile_side(2 * n_best), MIN_LIST)
     return n_list if max(n_list, MIN_ROW) < n_scores else None
 
 
