@@ -34,7 +34,7 @@ PASSES = {
     "Both passes": "combined_ms",
 }
 Rows = dict[tuple[str, str, str, str], dict[str, str]]  # by attention, length, dropout, masked
-PLAIN, DROPOUT = ("0.0", "False"), ("0.1", "False")
+PLAIN, DROPOUT, PADDING = ("0.0", "False"), ("0.1", "False"), ("0.0", "True")
 LENGTH = "65536"  # of the page's table
 UNSHOWN = ("dense, impl='xla'",)  # in that table: memory is too small
 NONE = "–"
@@ -94,17 +94,20 @@ def table(rows: Rows, setting: tuple[str, str], column: str) -> str:
 
 
 def summary() -> str:
-    """The page's table: milliseconds of each pass, and what dropout multiplies both by."""
+    """The page's table: milliseconds of each pass, and what the settings multiply both by."""
     rows = read()
     shown = [PASSES["Forward pass"], PASSES["Backward pass"]]  # both: the table of attentions.py
-    lines = ["| ms | forward | backward | dropout |", "| --- |" + " ---: |" * 3]
+    lines = ["| ms | forward | backward | dropout | padding |", "| --- |" + " ---: |" * 4]
     for name in dict.fromkeys(key[0] for key in rows if key[1] == LENGTH):
         if name in UNSHOWN:
             continue
-        plain, dropped = (rows.get((name, LENGTH, *setting)) for setting in (PLAIN, DROPOUT))
+        plain, *others = (
+            rows.get((name, LENGTH, *setting)) for setting in (PLAIN, DROPOUT, PADDING)
+        )
         cells = [cell(plain, column) for column in shown]
-        of, number = milliseconds(plain), milliseconds(dropped)
-        cells.append(f"{number / of:.2f}x" if of and number else cell(dropped, "combined_ms"))
+        for row in others:
+            of, number = milliseconds(plain), milliseconds(row)
+            cells.append(f"{number / of:.2f}x" if of and number else cell(row, "combined_ms"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
