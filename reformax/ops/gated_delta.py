@@ -42,7 +42,6 @@ class gated_delta(GatedRecurrence, AttentionOp):
       norm_epsilon: added to the mean square in it.
       gated: whether the output is multiplied by silu of a projection of the layer's input, as in
         the paper. The gate begins near 0 with random signs, so a model learns slowly what to copy.
-        A small language model was better without it (docs/zoo_measured.md).
       negative_eigenvalues: whether `b_t` is twice the sigmoid, so that a step may turn the sign of
         what the state holds for a key (Grazzi et al. 2024, "Unlocking State-Tracking in Linear RNNs
         Through Negative Eigenvalues", sec. 4).
