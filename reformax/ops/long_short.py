@@ -141,7 +141,7 @@ class long_short(AttentionOp):
         obstacles = group_obstacles if call.causal and self.rank else kernel_obstacles
         impl = choose_impl(self.impl, pallas=obstacles(q, k, v, call.logits))
         if impl != "xla":
-            return self._in_kernels(call, impl == INTERPRETED, params, q, k, v)
+            return self._in_kernels(call, impl, params, q, k, v)
 
         @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
         def attend(params, q, k, v) -> Float[Array, "B T N V"]:
@@ -168,30 +168,27 @@ class long_short(AttentionOp):
 
         return attend(params, q, k, v)
 
-    def _in_kernels(self, call: Call, interpret: bool, params, q, k, v) -> Array:
+    def _in_kernels(self, call: Call, impl: str, params, q, k, v) -> Array:
         """The window in kernels, and with it the summaries."""
-        n_batch, length, n_heads, _ = q.shape
-        ids = call.segment_ids
+        length, ids = q.shape[1], call.segment_ids
         chunk_len = min(self.chunk_len, length) if call.causal else length
-        real = jnp.ones((n_batch, length), bool) if ids is None else is_token(ids)
+        real = jnp.ones(q.shape[:2], bool) if ids is None else is_token(ids)
         if self.rank:
             far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, chunk_len)
-        else:
-            none = (jnp.zeros((n_batch, 1, n_heads, x.shape[3]), x.dtype) for x in (k, v))
-            far = Mixtures(*none, jnp.zeros((n_batch, 1), bool))
         if self.dual_norm:
             k, v = (
                 jax.checkpoint(layer_norm)(x, params[f"near_{name}_norm"])
                 for x, name in ((k, "keys"), (v, "values"))
             )
-        if self.rank and call.causal:
-            ids = None if ids is None else real.astype(jnp.int32)
-            far = Summaries(far.keys, far.values, far.real.astype(jnp.int32))
-            blocks = Blocks(chunk_len, self.rank, delay=1)
-            call = call.but(segment_ids=ids)
-            return in_kernels(call, interpret, q, k, v, far, self.window, blocks)[0]
         rule = Visibility(call.causal, self.window)
-        return band.attend_and_far(call, rule, interpret, q, k, v, FarKeys(*far))
+        if not self.rank:
+            return band.attend(call, (rule,), q, k, v, None, impl)
+        if not call.causal:
+            return band.attend_and_far(call, rule, impl == INTERPRETED, q, k, v, FarKeys(*far))
+        call = call.but(segment_ids=None if ids is None else real.astype(jnp.int32))
+        far = Summaries(far.keys, far.values, far.real.astype(jnp.int32))
+        blocks = Blocks(chunk_len, self.rank, delay=1)  # seen by the chunks after
+        return in_kernels(call, impl == INTERPRETED, q, k, v, far, self.window, blocks)[0]
 
     def _window(self, params, q, k, v, real, causal: bool) -> WindowedBlocks:
         length = q.shape[1]
