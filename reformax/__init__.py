@@ -57,9 +57,11 @@ def load_run(
     """
     from reformax.cli import errors, saved_run
     from reformax.declared import SettingError
+    from reformax.durable import user_path
 
     options = {"mode": mode, "trusted": trust_config}
     try:
+        folder = user_path("folder", folder)
         saved = saved_run.load(folder, str(checkpoint), overrides, **options)
     except SettingError as error:
         line = errors.named_as_typed(errors.one_line(error), error, flags_of=_OF_LOAD_RUN)

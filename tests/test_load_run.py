@@ -46,6 +46,12 @@ def test_a_folder_without_a_run(folder, tmp_path):
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("folder", ["", "~no-such-user/run", 3])
+def test_what_is_no_path_is_named_as_it_was_given(folder):
+    with pytest.raises(ValueError, match="^folder is "):
+        reformax.load_run(folder)
+
+
 def test_no_code_of_a_folder_runs_unless_it_is_trusted(tmp_path, monkeypatch):
     text = run_folder.gin(ENWIK8_LIKE, "A note.")
     text = text.replace(" import loop\n", " import loop\nimport evil\n")

@@ -16,7 +16,7 @@ SUFFICES = 0.005
 
 
 def counts_of(text: str) -> list[int]:
-    """The numbers of --n_hashes, in order; raises `SettingError` for what is none, or one twice."""
+    """The numbers of --n_hashes, in order; `SettingError` for a wrong or a repeated one."""
     return flags.numbers("n_hashes", text, HashCount, "2,4,8,16")
 
 

@@ -37,10 +37,13 @@ _SMALL = 2**20  # bytes that are allowed besides
 
 _NUMBER = re.compile(r"[<>=|]?(?:b1|[iu][1248]|f[248]|c8|c16)")
 _MAX_DIMS = 32
-_MAX_ARGUMENTS = 100  # of a record
+_MAX_ARGUMENTS = 100  # of a call
 _ENTRY = 16  # bytes of an entry of a dict, at least
-# Opcodes that no checkpoint has: a set hashes what it holds, an extension has no name.
-_REFUSED = {"EMPTY_SET", "ADDITEMS", "FROZENSET", "EXT1", "EXT2", "EXT4"}
+_CLASS = 2**11  # bytes of the class of a name
+# Opcodes that no checkpoint has: a set hashes what it holds, an extension has no name, and what is
+# outside of the pickle is not there.
+_REFUSED = {"EMPTY_SET", "ADDITEMS", "FROZENSET", "EXT1", "EXT2", "EXT4", "INST", "OBJ"}
+_REFUSED |= {"PERSID", "BINPERSID", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 class UnsafePickle(ValueError):
@@ -64,7 +67,10 @@ class PickledObject:
             raise UnsafePickle(f"it sets the state of {self.name}")
         # A class with __slots__ has two states: its dict, or None, and its slots.
         parts = state if isinstance(state, tuple) else (state,)
-        self.state = next((part for part in parts if isinstance(part, dict)), {})
+        states = [part for part in parts if isinstance(part, dict)]
+        if len(states) > 1:
+            raise UnsafePickle(f"it sets two states of {self.name}")
+        self.state = states[0] if states else {}
 
     def __repr__(self):
         return self.name
@@ -98,7 +104,7 @@ class _Array:
 
 
 class _Name:
-    """A name in a pickle: a call of it makes a value. Without `make` it is an argument alone."""
+    """A name in a pickle. A call of it makes a value; without `make` no call is allowed."""
 
     def __init__(self, full: str, make: Callable | None = None):
         self.full, self._make = full, make
@@ -106,6 +112,8 @@ class _Name:
     def __call__(self, *args):
         if self._make is None:
             raise UnsafePickle(f"it calls {self.full}")
+        if len(args) > _MAX_ARGUMENTS:
+            raise UnsafePickle(f"it calls {self.full} with {len(args):,} arguments")
         return self._make(*args)
 
     def __setstate__(self, state):
@@ -143,7 +151,7 @@ class _Unpickler(pickle._Unpickler):
         for copyreg, builtins in (("copyreg", "builtins"), ("copy_reg", "__builtin__")):
             makers[f"{copyreg}._reconstructor"] = self._instance
             makers[f"{builtins}.object"] = None
-            makers[f"{builtins}.bytes"] = lambda: b""  # as protocol 2 has empty ones
+            makers[f"{builtins}.bytes"] = lambda: b""  # how protocol 2 makes empty ones
         for package in ("numpy.core", "numpy._core"):  # before and since NumPy 2
             makers[f"{package}.multiarray._reconstruct"] = lambda *like: _Array(self._filled)
             makers[f"{package}.multiarray.scalar"] = self._scalar
@@ -159,6 +167,7 @@ class _Unpickler(pickle._Unpickler):
             if not full.startswith("trax."):
                 short = " ".join(full[:80].split())
                 raise UnsafePickle(f"it names {short}, which is neither an array nor a container")
+            self.take(_CLASS)
             self._known[full] = type("Record", (PickledObject,), {"name": full})
         return self._known[full]
 

@@ -156,7 +156,7 @@ def _rows(
     """The rows of batches, as long as their texts have no more bytes than that together."""
     total, size = 0, path.stat().st_size
     parts = (batch.slice(n, _ROWS) for batch in batches for n in range(0, batch.num_rows, _ROWS))
-    for part in parts:  # for a batch of an .arrow file may be the whole table
+    for part in parts:  # a batch of an .arrow file may be the whole table
         columns = []
         for field in fields:
             if field.name not in part.schema.names:  # an optional one
@@ -166,11 +166,11 @@ def _rows(
             column.validate(full=True)
             while isinstance(column, pa.ExtensionArray):
                 column = column.storage
-            column = _decoded(pa, column)
             total += _size(pa, column, _NESTED if pa.types.is_nested(column.type) else 1)
             if total > max_bytes:  # before any text is copied
                 raise _bomb(path, size, max_bytes)
-            is_text = _is_string(column.type) or _is_bytes(column.type)
+            column = _decoded(pa, column)
+            is_text = _is_text(column.type)
             found = _as_bytes(pa, path, field.name, column) if is_text else column.to_pylist()
             columns.append(found)
         yield from zip(*columns, strict=True)
@@ -187,12 +187,16 @@ def _source(pa, path: Path) -> Any:
 
 
 def _decoded(pa, values: Any) -> Any:
-    """The values of a dictionary or of views, of which pyarrow knows little, as plain ones."""
+    """The values of a dictionary or of views as plain ones, which all of pyarrow takes."""
     if pa.types.is_dictionary(values.type):
-        return _decoded(pa, values.dictionary).take(values.indices)
-    if str(values.type).endswith("_view"):
-        return values.cast(pa.large_string() if _is_string(values.type) else pa.large_binary())
-    return values
+        kept = values.dictionary
+        return (_large(pa, kept) if _is_text(kept.type) else kept).take(values.indices)
+    return _large(pa, values) if str(values.type).endswith("_view") else values
+
+
+def _large(pa, values: Any) -> Any:
+    """Texts whose bytes together may be more than 2^31."""
+    return values.cast(pa.large_string() if _is_string(values.type) else pa.large_binary())
 
 
 def _size(pa, values: Any, each: int) -> int:
@@ -202,10 +206,15 @@ def _size(pa, values: Any, each: int) -> int:
         parts = values.flatten()
         parts = parts if isinstance(parts, list) else [parts]
         return size + sum(_size(pa, part, each) for part in parts)
-    values = _decoded(pa, values)
-    if not (_is_string(values.type) or _is_bytes(values.type)):
+    by_index = pa.types.is_dictionary(values.type)
+    texts = values.dictionary if by_index else values
+    if pa.types.is_nested(texts.type):
+        return _size(pa, _decoded(pa, values), each)
+    if not _is_text(texts.type):
         return size
-    return size + (pa.compute.sum(pa.compute.binary_length(values)).as_py() or 0)
+    lengths = pa.compute.binary_length(_large(pa, texts))
+    lengths = lengths.take(values.indices) if by_index else lengths
+    return size + (pa.compute.sum(lengths).as_py() or 0)
 
 
 def _as_bytes(pa, path: Path, field: str, values: Any) -> list[bytes | None]:
@@ -244,7 +253,7 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
         where = f"{path}: column {field.name!r}"
         if len(found) > 1:
             raise SettingError(f"{where} is there {len(found)} times: give each its own name")
-        is_text = _is_string(found[0]) or _is_bytes(found[0])
+        is_text = _is_text(found[0])
         types = pa.types
         is_value = types.is_integer(found[0]) or types.is_floating(found[0])
         is_value = is_value or types.is_boolean(found[0]) or types.is_null(found[0])
@@ -257,6 +266,10 @@ def _check_columns(pa, path: Path, schema: Any, fields: Sequence[Column]) -> Non
                 fix = f"save it as strings, or name it otherwise, as {field.setting} reads it too"
             what = "which is no text" if field.is_text else "which is no value"
             raise SettingError(f"{where} is {found[0]}, {what}: {fix}")
+
+
+def _is_text(kind: Any) -> bool:
+    return _is_string(kind) or _is_bytes(kind)
 
 
 def _is_string(kind: Any) -> bool:

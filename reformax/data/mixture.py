@@ -116,7 +116,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         vocabulary=first.vocabulary and _Shared(tasks),
         n_bytes=(lambda split: sum(task.n_bytes(split) for task in tasks)) if has_bytes else None,
         train_rows=train_rows,
-        borders=lambda split: np.zeros(0, np.int64),  # of texts apart; a window may begin in one
+        borders=lambda split: np.zeros(0, np.int64),  # texts have no common positions
         document_mask=first.document_mask,
         summary=summary,
         of_bytes=first.of_bytes,

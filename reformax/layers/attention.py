@@ -21,6 +21,7 @@ from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.calls.arguments import check_mask
 from reformax.ops.calls.heads import QKV
 from reformax.ops.masking.masks import Ids, Tokens, int32_ids, tokens_of
+from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
 from reformax.ops.recurrence import short_convolution
@@ -147,21 +148,20 @@ class Attention(AttentionDecoding, PlannedAttention):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[QKV, Array | None]:
-        """Queries, keys and values of all heads, rotated by their positions if `use_rotary`; and
-        the gate of the output, if there is one.
+        """Queries, keys and values of all heads, rotated if `use_rotary`, and the output's gate.
 
         Plans are made of rotated vectors, because hashes look for large logits, which are products
         of rotated ones. `key_conv` reads the segments, and "longrope" which positions are padding.
         """
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
         if positions is None and segment_ids is not None:
-            positions = self._before_padding(segment_ids.astype(bool))
+            positions = self._before_padding(is_token(segment_ids))
         qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
         qkv = context_parallel.arrange(self.op, qkv, self.position_bias is not None)
         return qkv, heads.get(ATTENTION_GATE)
 
     def _before_padding(self, tokens: Bool[Array, "B T"]) -> Int[Array, "B T"] | None:
-        """The positions of rows whose padding makes none a long one; None: 0 to T - 1 will do."""
+        """The positions, at most a row's last token's, for "longrope"; None: 0 to T - 1."""
         if self.rotary.scaling != "longrope":
             return None
         index = jnp.arange(tokens.shape[1])[None]

@@ -77,7 +77,7 @@ class AttentionSublayer(NamedTuple):
         return self._project(params, x, memory)[:2]
 
     def _project(self, params, x, memory) -> tuple[QKV, Array | None, Array]:
-        """`project`, and the input for its other readers."""
+        """`project`, and the input as other branches of the block read it."""
         norm = params[f"{self.name}_norm"]
         h, x = self.stack._norm_of(norm).with_residual(norm, x)
         tokens = tokens_of(self.segment_ids)

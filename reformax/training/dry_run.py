@@ -270,6 +270,7 @@ def _check_beginning(
             info = {"step": newest, **checkpoints.extra(newest)}
             first_state.check_same_source(settings.init_from, info)
         elif settings.init_from is not None:
+            # Raises where a vocabulary cannot be read.
             run_setup.has_vocabulary(starting_weights.check_whole(settings.init_from))
         return
     if newest is not None:

@@ -157,6 +157,10 @@ ROWS = {
     + put(0)
     + p.POP
     + many(call(name("collections", "OrderedDict"), get(0)), 1000),
+    "a call with 1,000 arguments": call(
+        name("numpy.core.multiarray", "_reconstruct"), *[p.NONE] * 1000
+    ),
+    "10,000 classes": b"".join(name("trax.shapes", f"S{i}") + p.POP for i in range(10**4)),
     "too many opcodes": (p.NONE + p.POP) * 2**17,
     "marks without end": p.MARK * 10**6,
     "shape of 10,000 axes": array(p.MARK + number(1) * 10**4 + p.TUPLE),
@@ -182,6 +186,8 @@ ROWS = {
     "number of a million digits": b"I" + b"9" * 10**6 + b"\n",
     "long of a million digits": b"L" + b"9" * 10**6 + b"L\n",
     "buffer outside": b"\x97",
+    "buffer that is only read": p.BINBYTES + struct.pack("<I", 1) + b"x" + b"\x98",
+    "instance by its class": p.MARK + name("trax.shapes", "S") + p.OBJ,
     "nothing on the stack": b"",
     "call on an empty stack": p.REDUCE,
     "tuple without a mark": p.NONE + p.TUPLE,
@@ -199,6 +205,10 @@ ROWS = {
     + p.EMPTY_TUPLE
     + p.REDUCE
     + (mapped(p.NONE, p.NONE) + p.BUILD) * 2,
+    "two states": name("trax.shapes", "S")
+    + p.EMPTY_TUPLE
+    + p.REDUCE
+    + (mapped(text("a"), p.NONE) * 2 + p.TUPLE2 + p.BUILD),
     "a name of two lines": text("os\nx") + text("y") + p.STACK_GLOBAL,
     "a name of 1 MB": text("o" * MIB) + text("y") + p.STACK_GLOBAL,
     "a name that is a number": number(3) + number(4) + p.STACK_GLOBAL,

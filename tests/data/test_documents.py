@@ -348,6 +348,15 @@ def test_damaged_and_hostile_tables_are_one_line(row, tmp_path, monkeypatch, fai
         text(str(path))
 
 
+def test_a_text_of_a_dictionary_is_counted_before_it_is_copied(tmp_path, monkeypatch):
+    write_arrow(tmp_path / "a.arrow", table(pa.array([LONG] * 64).dictionary_encode()))
+    monkeypatch.setattr(files, "MAX_UNPACKED", 2**22)
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(ValueError, match="decompression bomb"):
+        text(str(tmp_path / "a.arrow"))
+    assert pa.default_memory_pool().max_memory() < before + 2**24
+
+
 def test_a_long_line_is_refused(tmp_path, monkeypatch, fails_in_one_line):
     write_texts(tmp_path / "a.jsonl", TEXTS)
     monkeypatch.setattr(tables, "MAX_LINE", 20)

@@ -294,7 +294,7 @@ def test_landmarks_of_a_long_row_cover_it():
         (dict(rank=3, dual_norm=False), False),
         (dict(rank=0), True),
         (dict(rank=0, dual_norm=False), False),
-        (dict(rank=3, chunk_len=20), True),
+        (dict(rank=3, chunk_len=5), True),  # a tile of summaries begins within a chunk's
         (dict(rank=1, chunk_len=1, dual_norm=False), True),  # summaries fill several tiles
         (dict(rank=2, chunk_len=200), True),  # a chunk, which no query sees
     ],

@@ -52,10 +52,11 @@ def summary_sizes(
     blocks: Any, rows: int, by_list: bool, **common: Any
 ) -> nsa.NsaSizes | listed.ListedSizes:
     """The static settings of the part of the summaries of `Blocks`, all or those of lists."""
-    span = blocks.size + blocks.delay
+    size, n_each, delay = blocks
     if by_list:
-        return listed.ListedSizes(**common, span=span, far=True)
-    of_blocks = dict(stride=blocks.size, span=span, n_each=blocks.n_each, far=True)
+        assert (n_each, delay) == (1, 0), blocks
+        return listed.ListedSizes(**common, span=size, far=True)
+    of_blocks = dict(stride=size, span=size + delay, n_each=n_each, far=True)
     return nsa.NsaSizes(**common, rows=rows, **of_blocks)
 
 

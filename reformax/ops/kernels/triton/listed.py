@@ -134,7 +134,7 @@ def _n_keys(x: GroupInputs) -> int:
 
 
 class ListedKeys(NamedTuple):
-    """The keys of a tile, the last position that each one summarizes, and their slots."""
+    """The keys of a tile, the position from which on each is seen, and their slots."""
 
     key: Array
     last: Array

@@ -1,7 +1,7 @@
 """Causal attention of groups of heads to summaries, blocks or a window: Pallas kernels for Triton.
 
-They are the branches of native sparse attention (`ops.nsa`) and the parts of compressed attention
-(`kernels.compressed`).
+They are the branches of native sparse attention (`ops.nsa`) and the parts of compressed and causal
+Long-Short attention (`kernels.compressed`).
 
 The query heads of a key head read the same keys, so they are the rows of one tile: M heads of
 several queries (Yuan et al. 2025, sec. 3.4). All are one function with different tiles.
@@ -66,7 +66,7 @@ class NsaSizes(NamedTuple):
     logits: Logits
     block: int = 0  # L, positions of a selected block; 0 for summaries
     n_selected: int = 0  # K, the blocks that a query selects; 0 for summaries
-    # d and P of summaries; 1 and 1 for positions.
+    # d and P of summaries, which are seen from the P-th position of theirs on; 1 for positions.
     stride: int = 1
     span: int = 1
     n_each: int = 1  # summaries of each span, which follow each other
@@ -121,7 +121,7 @@ class NsaLists(NamedTuple):
 
 
 class NsaColumns(NamedTuple):
-    """The keys of a tile, and the last position that each one summarizes."""
+    """The keys of a tile, and the position from which on each is seen."""
 
     key: Array
     last: Array
@@ -175,15 +175,15 @@ class NsaProgram(GroupProgram):
             exists = (key < end) & (key < x.k.shape[1])
             safe = jnp.where(exists, key, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, safe], exists, 0)
-        return NsaColumns(safe, self._last(key), ids, exists, first)
+        return NsaColumns(safe, self._seen_from(key), ids, exists, first)
 
-    def _last(self, key: Any) -> Any:
-        """The last position that a key summarizes."""
+    def _seen_from(self, key: Any) -> Any:
+        """The position from which on a key is seen."""
         span = key if self.sizes.n_each == 1 else lax.div(key, jnp.int32(self.sizes.n_each))
         return span * self.sizes.stride + (self.sizes.span - 1)
 
     def _n_seen(self, query: Any) -> Any:
-        """The keys that end at `query` or before, which are the first ones."""
+        """The keys that `query` sees without a window, which are the first ones."""
         sizes = self.sizes
         n_spans = jnp.maximum(query + (1 + sizes.stride - sizes.span), 0)
         return lax.div(n_spans, jnp.int32(sizes.stride)) * sizes.n_each
@@ -203,7 +203,7 @@ class NsaProgram(GroupProgram):
             step, n_listed = jnp.int32(sizes.n_parts), jnp.int32(sizes.n_listed)
             first = lax.div(index, step) * sizes.n_keys
             columns = self.keys(first, x.k.shape[1])
-            start = lax.div(self._last(first), n_listed)
+            start = lax.div(self._seen_from(first), n_listed)
             start = start + lax.rem(index, step)
             end = jnp.int32(-(-x.q.shape[1] // sizes.n_listed))
             if sizes.window is not None:
@@ -260,7 +260,7 @@ class NsaProgram(GroupProgram):
         n_masked = count
         split = not sizes.block and x.ids is None and x.bits is None and sizes.window is None
         if split:  # queries after the last key see all keys
-            last = self._last(first + (sizes.n_keys - 1))
+            last = self._seen_from(first + (sizes.n_keys - 1))
             past = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
             n_masked = lax.div(jnp.maximum(past - start + (step - 1), 0), step)
             whole = first + sizes.n_keys <= x.k.shape[1]
