@@ -16,6 +16,7 @@ from reformax.layers.planned_attention import read_by_op
 from reformax.layers.rngs import fold_in
 from reformax.ops.calls.heads import QKV
 from reformax.ops.decoding.cache import take_rows
+from reformax.ops.masking.masks import tokens_before
 from reformax.ops.recurrence import short_convolution
 
 
@@ -74,7 +75,7 @@ class AttentionDecoding:
         self._check_decodes()
         heads = self._project_all(params, x)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
+        tokens = tokens_before(lengths, x.shape[1])
         convolved = self._convolved(params, heads)
         unshifted = self._to_qkv(params, convolved, self._before_padding(tokens))
         qkv = self._with_next_value(params, unshifted)

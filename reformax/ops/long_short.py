@@ -170,25 +170,26 @@ class long_short(AttentionOp):
 
     def _in_kernels(self, call: Call, impl: str, params, q, k, v) -> Array:
         """The window in kernels, and with it the summaries."""
+        rule, near = Visibility(call.causal, self.window), self._normed(params, k, v)
+        if not self.rank:
+            return band.attend(call, (rule,), q, *near, None, impl)
         length, ids = q.shape[1], call.segment_ids
         chunk_len = min(self.chunk_len, length) if call.causal else length
         real = jnp.ones(q.shape[:2], bool) if ids is None else is_token(ids)
-        if self.rank:
-            far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, chunk_len)
-        if self.dual_norm:
-            k, v = (
-                jax.checkpoint(layer_norm)(x, params[f"near_{name}_norm"])
-                for x, name in ((k, "keys"), (v, "values"))
-            )
-        rule = Visibility(call.causal, self.window)
-        if not self.rank:
-            return band.attend(call, (rule,), q, k, v, None, impl)
+        far = jax.checkpoint(self._mixtures, static_argnums=4)(params, k, v, real, chunk_len)
         if not call.causal:
-            return band.attend_and_far(call, rule, impl == INTERPRETED, q, k, v, FarKeys(*far))
+            return band.attend_and_far(call, rule, impl == INTERPRETED, q, *near, FarKeys(*far))
         call = call.but(segment_ids=None if ids is None else real.astype(jnp.int32))
         far = Summaries(far.keys, far.values, far.real.astype(jnp.int32))
         blocks = Blocks(chunk_len, self.rank, delay=1)  # seen by the chunks after
-        return in_kernels(call, impl == INTERPRETED, q, k, v, far, self.window, blocks)[0]
+        return in_kernels(call, impl == INTERPRETED, q, *near, far, self.window, blocks)[0]
+
+    def _normed(self, params, k, v) -> KeyValues:
+        """The window's keys and values; with `dual_norm` of its norms, computed again backward."""
+        if not self.dual_norm:
+            return KeyValues(k, v)
+        norm = jax.checkpoint(layer_norm)
+        return KeyValues(norm(k, params["near_keys_norm"]), norm(v, params["near_values_norm"]))
 
     def _window(self, params, q, k, v, real, causal: bool) -> WindowedBlocks:
         length = q.shape[1]
@@ -198,10 +199,7 @@ class long_short(AttentionOp):
         def windows(x):  # [B, T, ...] -> [B, C, M, ...]
             return with_neighbours(in_blocks(x, size), 1, 0 if causal else 1)
 
-        keys, values = k, v
-        if self.dual_norm:
-            keys = layer_norm(k, params["near_keys_norm"])
-            values = layer_norm(v, params["near_values_norm"])
+        keys, values = self._normed(params, k, v)
         return WindowedBlocks(
             queries=in_blocks(q, size),
             query_position=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
@@ -287,14 +285,9 @@ class long_short(AttentionOp):
         position = call.position
         ring = add_to_ring(cache.ring, k, v, position)
         mask = seen_in_ring(Visibility(causal=True, window=self.window), ring, position)
-        near, far = ring, cache.mixtures
-        if self.dual_norm:
-            norms = KeyValues(params["near_keys_norm"], params["near_values_norm"])
-            near = jax.tree.map(
-                lambda x, norm: jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), norm), 1, 2),
-                ring,
-                norms,
-            )
+        far, of_positions = cache.mixtures, (jnp.swapaxes(x, 1, 2) for x in ring)
+        near = self._normed(params, *of_positions)
+        near = KeyValues(*(jnp.swapaxes(x, 1, 2) for x in near))
         if self.rank:
             far = self._with_newest(params, cache, ring, position)
             query_chunk = position[:, None] // self.chunk_len
