@@ -9,12 +9,12 @@ from reformax import layers
 from reformax.ops import dense, flash, gated_delta, hca, linear, lsh, shared_qk
 from reformax.ops.base import Dims
 from reformax.ops.calls.heads import QKV
-from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
+from reformax.ops.softmax.dropout import seed_words
 from tests.helpers import changed
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
-from tests.ops.reference import ADDRESSES, Asked, expected
+from tests.ops.reference import ADDRESSES, Asked, expected, kept_weights
 from tests.ops.rows import ROWS, Shape, one_of_each_kind, over
 
 RNG = jax.random.PRNGKey(5)
@@ -71,8 +71,8 @@ def test_equals_an_independent_computation(row, everything):
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
     keep = np.ones((2, 3, 13, ADDRESSES))
     if rate:
-        mask_rng, sizes = jax.random.fold_in(RNG, 1), keep.shape
-        keep = jax.jit(lambda: full_dropout_mask(seed_words(mask_rng, 2), rate, sizes))()
+        seed = seed_words(jax.random.fold_in(RNG, 1), 2)
+        keep = jax.jit(lambda: kept_weights(seed, rate, *keep.shape[:3]))()
     asked = Asked(row, row.first, plan, shape, causal, segment_ids, np.asarray(keep))
     out, _ = expected(asked, read, None, np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from reformax.ops.softmax.dropout import dropout_mask
 from tests.helpers import with_x64
 from tests.ops import oracle
 from tests.ops.inputs import Inputs
@@ -13,6 +14,13 @@ from tests.ops.rows import LONGEST, Row, Shape, visible
 
 # Of dropout, a query: those of positions, and from the end on those of keys at no position.
 ADDRESSES = 2 * LONGEST
+
+
+def kept_weights(seed: np.ndarray, rate: float, n_rows: int, n_heads: int, n_queries: int):
+    """`Asked.keep` of dropout that is drawn by a seed."""
+    batch, head, query, _ = np.ogrid[:n_rows, :n_heads, :n_queries, :1]
+    addresses = np.concatenate([np.arange(LONGEST), np.arange(-LONGEST, 0)])
+    return dropout_mask(seed, rate, batch, head, query, addresses)
 
 
 class Asked(NamedTuple):

@@ -17,11 +17,11 @@ from reformax.ops import base, local, lsh
 from reformax.ops.calls.call import Call
 from reformax.ops.masking.masks import except_self, visibility
 from reformax.ops.numerics import row_blocks
-from reformax.ops.softmax.dropout import dropout_mask, full_dropout_mask, seed_words
+from reformax.ops.softmax.dropout import full_dropout_mask, seed_words
 from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
-from tests.ops.reference import ADDRESSES, LONGEST, Asked, expected
+from tests.ops.reference import ADDRESSES, LONGEST, Asked, expected, kept_weights
 from tests.ops.rows import ROWS, Shape, over, the_others, visible
 
 over_rows = over(ROWS)
@@ -85,9 +85,7 @@ def calls(draw, row):
 @jax.jit
 def largest_dropout(key):
     """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
-    batch, head, query, _ = np.ogrid[:2, :4, :LONGEST, :1]
-    addresses = np.concatenate([np.arange(LONGEST), np.arange(-LONGEST, 0)])
-    return dropout_mask(seed_words(key, 2), DROPOUT, batch, head, query, addresses)
+    return kept_weights(seed_words(key, 2), DROPOUT, 2, 4, LONGEST)
 
 
 def check(
