@@ -4,11 +4,10 @@ The address is the batch, the head, the query's position and the key's. Any tili
 both passes therefore see the same mask, and none of it is stored. A key that is at no position, a
 summary for example, has a number instead (`far_address`).
 
-Batch, head and query are mixed well, to a word of their row. A multiple of the key's position is
-combined with it by xor and mixed by two multiplications with a shift between them: five
-instructions a key. They are those of Wellons' "lowbias32" (github.com/skeeto/hash-prospector),
-whose outer shifts a comparison with a threshold does not need. `tests/ops/test_dropout.py` tests
-rates, pairs, rows and columns, and ranks of the bits.
+Batch, head and query are mixed well, to an even word of their row. The key's position is mixed
+briefly, to an odd word. The bits are the square of their sum, whose high bits depend on all bits of
+both: two instructions a weight besides the key's word, which a thread computes once for its rows.
+`tests/ops/test_dropout.py` tests rates, pairs, rows and columns, and ranks of the bits.
 """
 
 from __future__ import annotations
@@ -120,9 +119,10 @@ def dropout_bits(
     first, second, first_batch, first_head = (seed[i] for i in range(4))
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
     batch, head = batch + first_batch, head + first_head
-    row = _mix(query ^ _mix(head ^ _mix(batch ^ first)))
-    bits = (row ^ (key * np.uint32(0x9E3779B1) + second)) * np.uint32(0x7FEB352D)
-    return (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
+    row = _mix(query ^ _mix(head ^ _mix(batch ^ first))) & ~np.uint32(1)
+    column = key * np.uint32(0x9E3779B1) + _mix(second)
+    root = row + ((column ^ (column >> 15)) | np.uint32(1))
+    return root * root
 
 
 def full_dropout_mask(

@@ -295,7 +295,7 @@ FORWARD = BlockTiles(64, 64, 4, 2)
 QUERIES = BlockTiles(128, 64, 4, 3)
 KEYS = BlockTiles(128, 64, 4, 2)
 # Larger tiles with dropout spill 512 bytes a thread.
-KEYS_OF_DROPOUT = BlockTiles(64, 64, 4, 2)
+KEYS_OF_DROPOUT = BlockTiles(64, 64, 4, 3)
 # Instead of them for heads of 256, whose sums take the registers of eight warps.
 WIDE = {
     FORWARD: BlockTiles(64, 64, 8, 1),
