@@ -144,8 +144,7 @@ class _FeedForwardTile(NamedTuple):
             row = self._row[:, None]
             sequence, position = row // self.length, row % self.length + inputs.start[0]
             seed = tuple(inputs.seed[i] for i in range(6))
-            head = jnp.zeros((), jnp.int32)  # there are none
-            bits = dropout_bits(seed, sequence, head, position, self._column[None])
+            bits = dropout_bits(seed, sequence, position, self._column[None])
             masks = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
         return list(zip((self, self._replace(right=True)), masks, strict=True))
 

@@ -115,14 +115,19 @@ def dropout_bits(
     query: Int[Array, "*d"],
     key: Int[Array, "*d"],
 ) -> Int[Array, "*d"]:
-    """32 random bits of each address, the higher the better."""
-    first, second, first_batch, first_head = (seed[i] for i in range(4))
-    batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
-    batch, head = batch + first_batch, head + first_head
-    row = _mix(query ^ _mix(head ^ _mix(batch ^ first))) & ~np.uint32(1)
-    column = key * np.uint32(0x9E3779B1) + _mix(second)
+    """32 bits of each address, of which the higher are random: the three lowest are always 001."""
+    row = row_word(seed, batch, head, query) & ~np.uint32(1)
+    column = jnp.asarray(key).astype(jnp.uint32) * np.uint32(0x9E3779B1) + _mix(seed[1])
     root = row + ((column ^ (column >> 15)) | np.uint32(1))
     return root * root
+
+
+def row_word(
+    seed: Int[Array, 6], batch: Int[Array, "*d"], head: Int[Array, "*d"], query: Int[Array, "*d"]
+) -> Int[Array, "*d"]:
+    """32 random bits of each row of weights."""
+    batch, head, query = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query))
+    return _mix(query ^ _mix(head + seed[3] ^ _mix(batch + seed[2] ^ seed[0])))
 
 
 def full_dropout_mask(

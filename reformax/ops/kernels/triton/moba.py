@@ -43,6 +43,10 @@ from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
 
 
+# Most queries of a step of the kernel of keys with dropout: 128 spill 512 bytes a thread.
+QUERIES_OF_DROPOUT = 64
+
+
 class MobaSizes(NamedTuple):
     """The kernels' static settings: L, K, keys of a tile, the rate of dropout, and logits."""
 
@@ -114,9 +118,10 @@ class MobaProgram(Program):
 
     # The tiles.
 
-    def queries(self, tile) -> tuple[Array, MobaBlock]:
-        """The pairs of a tile, and its queries."""
-        number = jnp.arange(self.x.pair.shape[3], dtype=jnp.int32)
+    def queries(self, tile, part: Any = 0, n_parts: int = 1) -> tuple[Array, MobaBlock]:
+        """The pairs of a tile, or of a part of it, and its queries."""
+        n_rows = self.x.pair.shape[3] // n_parts
+        number = part * n_rows + jnp.arange(n_rows, dtype=jnp.int32)
         pair = load(self.x.pair.at[self.batch, self.head, tile, number], None)
         position = jnp.where(pair < 0, -1, lax.div(pair, jnp.int32(self.sizes.n_seen)))
         return pair, self._block(position, pair >= 0, of_keys=False)
@@ -146,12 +151,17 @@ class MobaProgram(Program):
         )
 
     def over_queries(self, keys: MobaBlock, body: Callable, carry: Any) -> Any:
-        """The tiles of the queries that chose the block."""
+        """The tiles of the queries that chose the block, in parts with dropout."""
         bounds = (self.block + jnp.int32(i) for i in (0, 1))
         first, end = (self.x.bounds[self.batch, self.head, i] for i in bounds)
-        return lax.fori_loop(
-            first, end, lambda tile, carry: body(self.queries(tile)[1], carry), carry
-        )
+        n_rows = self.x.pair.shape[3]
+        n_parts = max(1, n_rows // QUERIES_OF_DROPOUT) if self.sizes.dropout else 1
+        n = jnp.int32(n_parts)
+
+        def step(i, carry):
+            return body(self.queries(lax.div(i, n), lax.rem(i, n), n_parts)[1], carry)
+
+        return lax.fori_loop(first * n, end * n, step, carry)
 
     # Reading and writing.
 
