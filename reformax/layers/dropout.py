@@ -71,7 +71,7 @@ def dropout_bits(
     position: Int[Array, "*d"],
     column: Int[Array, "*d"],
 ) -> Int[Array, "*d"]:
-    """32 random bits of each address; those of attention weights are random in the upper half alone.
+    """32 random bits of each address; of attention weights, only the upper ones are random.
 
     A word of the row and a multiple of the column are combined by xor, and mixed by two
     multiplications with a shift between them: Wellons' "lowbias32" without its outer shifts

@@ -42,7 +42,6 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
 
-
 # Most queries of a step of the kernel of keys with dropout: 128 spill 512 bytes a thread.
 QUERIES_OF_DROPOUT = 64
 
