@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Unsupported
-from reformax.ops.calls.arguments import check_read, check_state
+from reformax.ops.calls.arguments import check_projections, check_read, check_state
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import check_impl
@@ -297,7 +297,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
             return self._plan(call, params, q, k)
 
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self._run(plan, call, params, q, k, v)
+        return self._of_all_heads(plan, call, params, q, k, v)
 
     @final
     def apply(
@@ -507,6 +507,15 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return Call(logits=Logits(*numbers), **arguments)
 
     def _run(self, function, call: Call, params, q, k, v, *others) -> Any:
+        """`_of_all_heads` of a function that reads `extra_projections`, which `plan` does not.
+
+        Raises:
+          ValueError: the call has others.
+        """
+        check_projections(self, call.extra_projections)
+        return self._of_all_heads(function, call, params, q, k, v, *others)
+
+    def _of_all_heads(self, function, call: Call, params, q, k, v, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
         Queries are scaled by length.
