@@ -48,8 +48,6 @@ from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.logit_options import LogitOptions
 
-op = options  # the decorator of an algorithm: its options are the fields of a dataclass
-
 
 @options
 class AttentionOp(ArrayCalls, LogitOptions):
@@ -59,11 +57,11 @@ class AttentionOp(ArrayCalls, LogitOptions):
     (`sharding.array_calls`) does both. A reversible stack computes `apply` again in the backward
     pass, with the same plan. It stores the plans, which are small, and no activations.
 
-    An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
-    `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step`,
-    `_replace_value` and, where several steps at once cost less, `_read_on`. A recurrence also
-    defines `first_state` and `_apply_from`. The methods without an underscore call these, for which
-    they
+    An algorithm is a subclass with the decorator `options`, whose fields are its options. It
+    defines `_apply`, and where it has them `_plan`, `_init`, `extra_projections`, `reach`, and for
+    decoding `_init_cache`, `_step`, `_replace_value` and, where several steps at once cost less,
+    `_read_on`. A recurrence also defines `first_state` and `_apply_from`. The methods without an
+    underscore call these, for which they
 
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
