@@ -91,14 +91,14 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         batches = task.eval_batches(split, batch_size, length, stride)
 
         def every() -> Iterator[Batch]:
-            first = 2**32 * SPLITS.index(split)
+            n = 2**32 * SPLITS.index(split)
             for tokens, _, weights in batches:
-                real = (weights > 0).any(axis=1)  # each text of a mixture ends with padding
-                keys = first + np.cumsum(real) - real
-                first += int(real.sum())
-                rows = [draws(philox(2**63, int(key)), length) for key in keys]
+                # Rows that fill a batch have no number: a mixture has them after each of its texts.
+                keys = n + np.cumsum((weights > 0).any(axis=1))
+                rows = [draws(philox(2**63, int(key) - 1), length) for key in keys]
                 draw, others = map(np.stack, zip(*rows, strict=True))
                 yield hidden(tokens, draw, others, weights > 0)
+                n = keys[-1]
 
         return every()
 

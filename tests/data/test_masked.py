@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from reformax.data import base, labelled, listops, reverse, text
+from reformax.data import base, labelled, listops, mixture, reverse, text
 from reformax.data.masked import masked
-from reformax.data.mixture import mixture
 from reformax.data.rng import philox
 from reformax.models import TransformerMaskedLM
 from reformax.task import Labels
@@ -56,6 +55,23 @@ def test_an_evaluation_hides_the_same_tokens_in_any_batches(both, batch_size):
     np.testing.assert_array_equal(whole.targets, rows)
 
 
+def test_a_mixture_hides_the_same_tokens_in_any_batches(tmp_path):
+    """Each of its texts fills its last batch, so that a row's index depends on the batches."""
+    for name, n in (("a", 40), ("b", 60)):
+        (tmp_path / name).write_text("the cat sat on the mat, and the dog ran after it.\n" * n)
+    texts = [text.text(tmp_path / name, offset=1) for name in "ab"]
+    task = masked(mixture.mixture(texts, (1, 2)), 32)
+    found = []
+    for batch_size in (1, 3, 4):
+        batches = list(task.eval_batches("train", batch_size, 32, 32))
+        inputs = np.concatenate([batch.inputs[batch.inputs.any(axis=1)] for batch in batches])
+        found.append(inputs)
+        n_hidden = sum(batch.weights.sum() for batch in batches)
+        assert n_hidden == task.n_targets("train")
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
 def test_what_drew_the_rows_does_not_choose_their_tokens():
     """A row of `stdlib_packages` is drawn by a generator of its number, as its choice is."""
 
@@ -71,36 +87,17 @@ def test_what_drew_the_rows_does_not_choose_their_tokens():
     assert abs((is_low == chosen).sum() - 200) < 5 * np.sqrt(100)
 
 
-@pytest.fixture
-def mixed(tmp_path):
-    """A mixture of a text of a's and one of b's, whose ends fill no batch."""
-    for letter, n in (("a", 3000), ("b", 5000)):
-        (tmp_path / f"{letter}.txt").write_text(letter * n)
-    texts = tuple(text.text(tmp_path / f"{letter}.txt", offset=1) for letter in "ab")
-    return mixture(texts, (1.0, 1.0))
-
-
-def test_which_text_a_row_is_of_does_not_choose_its_tokens(mixed):
+def test_which_text_a_row_is_of_does_not_choose_its_tokens(tmp_path):
     """Both are drawn by the step, the text of row i and the i-th token of the first row."""
-    task = masked(mixed, 8, rate=0.5)
+    for letter in "ab":
+        (tmp_path / f"{letter}.txt").write_text(letter * 3000)
+    texts = [text.text(tmp_path / f"{letter}.txt", offset=1) for letter in "ab"]
+    task = masked(mixture.mixture(texts, (1.0, 1.0)), 8, rate=0.5)
     batches = [task.train_batch(0, step, 8, 8) for step in range(400)]
     is_first = np.array([batch.targets[:, 0] == ord("a") + 1 for batch in batches])
     chosen = np.array([batch.weights[0] > 0 for batch in batches])
     alike = (is_first == chosen).sum(axis=0)
     assert (abs(alike - 200) < 5 * np.sqrt(100)).all(), alike
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_an_evaluation_of_several_texts_hides_the_same_tokens_in_any_batches(mixed, batch_size):
-    """A text's last batch has rows of padding, after which the next text begins."""
-    task = masked(mixed, 8, rate=0.5)
-
-    def real(batch_size):
-        batches = task.eval_batches("valid", batch_size, 8, 8)
-        return np.concatenate([x.weights[x.targets.any(axis=1)] for x in batches])
-
-    np.testing.assert_array_equal(real(batch_size), real(7))
-    assert real(batch_size).sum() == task.n_targets("valid")
 
 
 def test_a_document_mask_is_refused(tmp_path):
