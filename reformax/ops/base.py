@@ -508,8 +508,10 @@ class AttentionOp(ArrayCalls, LogitOptions):
         """`_of_all_heads` of a function that reads `extra_projections`, which `plan` does not.
 
         Raises:
-          ValueError: the call has others.
+          ValueError: the call lacks some that the algorithm reads.
+          Unsupported: the call has what the algorithm does not read.
         """
+        check_read(self, call)
         check_projections(self, call.extra_projections)
         return self._of_all_heads(function, call, params, q, k, v, *others)
 

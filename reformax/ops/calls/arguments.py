@@ -100,6 +100,7 @@ def check_read(op, call) -> None:
     read = dict(
         bias=op.bias,
         global_tokens=op.global_tokens,
+        extra_projections=op.reads_projections,
         origins=op.decoding == "beams",
         chosen=op.reuses,
     )
