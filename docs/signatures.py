@@ -6,7 +6,7 @@ from typing import Any
 
 from griffe import Class, Decorator, ExprCall, ExprKeyword, ExprName, Extension
 
-MAKE_DATACLASSES = "reformax.ops.base.op", "reformax.ops.calls.options.options"
+MAKE_DATACLASSES = "reformax.ops.base.options", "reformax.ops.calls.options.options"
 
 
 class Ops(Extension):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, Dims, Projection, op
+from reformax.ops.base import AttentionOp, Dims, Projection, options
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -21,7 +21,7 @@ def _log_decay(params, gate: Float[Array, "B T N 1"]) -> Float[Array, "B T N"]:
     return -jax.nn.softplus(gate[..., 0].astype(dtype) + params["rate"].astype(dtype)[None, None])
 
 
-@op
+@options
 class fading(AttentionOp):
     """Causal attention to a fading sum of all positions so far.
 

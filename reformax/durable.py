@@ -8,6 +8,7 @@ systems are not created equal", section 4). No name is followed if it is a symbo
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import re
@@ -37,6 +38,7 @@ _ADVICE = {
     errno.EEXIST: "give another path",
     errno.ENAMETOOLONG: "give a shorter name",
 }
+_WITHOUT_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 FULL = errno.ENOSPC, errno.EDQUOT  # the numbers of errors of a disk without room
 _OTHERWISE = "look after that disk or network share (dmesg)"
 
@@ -107,6 +109,21 @@ def user_path(name: str, path: str | os.PathLike) -> Path:
         raise SettingError(
             f"{name} is {shown(str(path))}: there is no home of {user}: write the folder out"
         ) from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file, for which other processes wait; makes the file if it is missing.
+
+    Some network disks have no locks. There nobody waits.
+    """
+    with explaining("written", path), open(path, "ab") as file:  # NFS locks files that are written
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+        yield
 
 
 class NotRegular(OSError):

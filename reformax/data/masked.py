@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from reformax.data.base import SPLITS
 from reformax.data.checks import check_fixed_length, check_sizes, check_stride
-from reformax.data.rng import generator, philox
+from reformax.data.rng import Stream, apart, generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 from reformax.task import Batch, Task
 
@@ -67,7 +67,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
 
     def draws(of_rows: np.random.Generator, shape: int | tuple[int, int]):
         """The number that decides whether a token is chosen, and the token that may replace it."""
-        rng = np.random.Generator(of_rows.bit_generator.jumped())  # not the numbers of the rows
+        rng = apart(of_rows, Stream.HIDDEN_TOKENS)
         return rng.random(shape), rng.integers(1, task.vocab_size, size=shape)
 
     def hidden(tokens: Int[np.ndarray, "B T"], draw, others, real) -> Batch:
@@ -91,12 +91,14 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         batches = task.eval_batches(split, batch_size, length, stride)
 
         def every() -> Iterator[Batch]:
-            for index, (tokens, _, weights) in enumerate(batches):
-                numbers = index * batch_size + np.arange(len(tokens))
-                keys = 2**32 * SPLITS.index(split) + numbers
-                rows = [draws(philox(2**63, int(key)), length) for key in keys]
+            n = 2**32 * SPLITS.index(split)
+            for tokens, _, weights in batches:
+                # Rows that fill a batch have no number: a mixture has them after each of its texts.
+                keys = n + np.cumsum((weights > 0).any(axis=1))
+                rows = [draws(philox(2**63, int(key) - 1), length) for key in keys]
                 draw, others = map(np.stack, zip(*rows, strict=True))
                 yield hidden(tokens, draw, others, weights > 0)
+                n = keys[-1]
 
         return every()
 

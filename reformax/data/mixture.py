@@ -8,11 +8,15 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from reformax.data.rng import generator
+from reformax.data.rng import Stream, apart, generator
 from reformax.declared import Called, Positive, SettingError, checked
 from reformax.task import Batch, Documents, Task
 
 Text = Annotated[Task, Called("a text, such as text.text()")]
+
+
+class _Mixture(Task):
+    """A task that is no part of another mixture, which would draw the same numbers."""
 
 
 class _Shared:
@@ -52,8 +56,8 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
       weights: how often a row is of each text, in proportion.
 
     Raises:
-      ValueError: there are not as many weights as texts; a task is no text; or they differ in
-        vocabulary or `document_mask`, or take windows in turn.
+      ValueError: there are not as many weights as texts; a task is no text or itself a mixture; or
+        they differ in vocabulary or `document_mask`, or take windows in turn.
     """
     if not tasks or len(tasks) != len(weights):
         raise SettingError(
@@ -63,6 +67,10 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
     for task in tasks:
         if task.kind != "text":
             raise SettingError(f"task {task.name} is no text: give texts, such as text.text()")
+        if isinstance(task, _Mixture):
+            raise SettingError(
+                f"task {task.name} is a mixture itself: give its texts, with weights of the whole"
+            )
         if task.in_order:
             raise SettingError(
                 f"task {task.name} takes its rows in turn, and a mixture draws: leave out "
@@ -77,7 +85,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
     shares = np.array(weights) / sum(weights)
 
     def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
-        rng = np.random.Generator(generator(seed, step).bit_generator.jumped())
+        rng = apart(generator(seed, step), Stream.TEXTS_OF_A_MIXTURE)
         chosen = rng.choice(len(tasks), size=batch_size, p=shares)[rows]
         numbers = np.arange(batch_size)[rows]
         order, parts = [], []
@@ -106,7 +114,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         ]
 
     has_bytes = all(task.n_bytes is not None for task in tasks)
-    return Task(
+    return _Mixture(
         "mixture",
         first.vocab_size,
         functools.partial(train_rows, rows=slice(None)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 from jaxtyping import Int, Int64
 
@@ -25,6 +27,19 @@ def generator(seed: int, step: int) -> np.random.Generator:
 def philox(high: int, low: int) -> np.random.Generator:
     """A generator keyed by two words below 2^64; `generator` takes high words below 2^63."""
     return np.random.Generator(np.random.Philox(key=np.array([high, low], np.uint64)))
+
+
+class Stream(enum.IntEnum):
+    """What is drawn besides rows, each from numbers of its own: tasks are made of other tasks."""
+
+    HIDDEN_TOKENS = 1
+    RANGES_OF_LENGTHS = 2
+    TEXTS_OF_A_MIXTURE = 3
+
+
+def apart(rng: np.random.Generator, stream: Stream) -> np.random.Generator:
+    """A generator of a stream's numbers, which a new `rng` of `philox` does not draw."""
+    return np.random.Generator(rng.bit_generator.jumped(stream))
 
 
 def in_epochs(numbers: Int[np.ndarray, " B"], n: int, seed: int) -> Int64[np.ndarray, " B"]:

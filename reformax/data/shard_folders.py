@@ -8,15 +8,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import functools
 import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ _OURS = re.compile(
     + "|".join(map(re.escape, (MANIFEST, FILE, *typing.get_args(token_ids.Format))))
 )
 _SHARD = re.compile(r"(text-\w+/)?\d{5,}")
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def is_prepared(path: Path) -> bool:
@@ -90,7 +86,7 @@ def made_whole(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -
         return False
     with durable.explaining("written", folder.parent):
         durable.make_folder(folder.parent)
-    with _locked(folder):
+    with durable.locked(folder.with_name(f".{folder.name}.lock")):  # others find what it makes
         if is_of(folder, key):
             return False
         _check_ours(folder)
@@ -123,19 +119,6 @@ def _check_ours(folder: Path) -> None:
     for name in sorted(entry.name for entry in folder.iterdir()):
         if not (prepared and _OURS.fullmatch(name)):
             raise SettingError(f"{folder} holds other files, such as {name}: give a new folder")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the others wait, and find what it made."""
-    path = folder.with_name(f".{folder.name}.lock")
-    with durable.explaining("written", path), open(path, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:  # of some network disks
-                raise
-        yield
 
 
 def all_made(

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
 
 from reformax.data.lengths import Lengths, Range
-from reformax.data.rng import generator, in_epochs
+from reformax.data.rng import Stream, apart, generator, in_epochs
 from reformax.data.stored import windows_of
 
 # Where training windows of a text begin; see `document_starts` and `each_once`.
@@ -137,8 +137,7 @@ def range_starts(
     """
     borders, n, seed, step, batch_size, length, rows = draw
     rng = generator(seed, step)
-    # A mixture draws from the stream after the step's.
-    of_ranges = np.random.Generator(rng.bit_generator.jumped(2))
+    of_ranges = apart(rng, Stream.RANGES_OF_LENGTHS)
     chosen = of_ranges.choice(len(found), size=batch_size, p=lengths.shares())
     sizes = np.array([len(one) for one in found])[chosen]
     if borders is None:

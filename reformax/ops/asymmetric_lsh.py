@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_impl
 from reformax.ops.calls.obstacles import kernel_obstacles
@@ -73,7 +73,7 @@ class QueryKeyHash(Protocol):
         ...
 
 
-@op
+@options
 class SortedByHash(AttentionOp):
     """Attention in chunks of queries and of keys, each sorted by a hash.
 
@@ -164,7 +164,7 @@ class SortedByHash(AttentionOp):
         return out, SortedCache(memory, hashes)
 
 
-@op
+@options
 class asymmetric_lsh(SortedByHash):
     """LSH attention whose queries and keys have separate projections.
 

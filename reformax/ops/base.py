@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import SettingError, Unsupported
-from reformax.ops.calls.arguments import check_read, check_state
+from reformax.ops.calls.arguments import check_projections, check_read, check_state
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import check_impl
@@ -48,8 +48,6 @@ from reformax.ops.sharding.borders import Reach
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.logit_options import LogitOptions
 
-op = options  # the decorator of an algorithm: its options are the fields of a dataclass
-
 
 @options
 class AttentionOp(ArrayCalls, LogitOptions):
@@ -59,11 +57,11 @@ class AttentionOp(ArrayCalls, LogitOptions):
     (`sharding.array_calls`) does both. A reversible stack computes `apply` again in the backward
     pass, with the same plan. It stores the plans, which are small, and no activations.
 
-    An algorithm is a subclass with the decorator `op`. It defines `_apply`, and where it has them
-    `_plan`, `_init`, `extra_projections`, `reach`, and for decoding `_init_cache`, `_step`,
-    `_replace_value` and, where several steps at once cost less, `_read_on`. A recurrence also
-    defines `first_state` and `_apply_from`. The methods without an underscore call these, for which
-    they
+    An algorithm is a subclass with the decorator `options`, whose fields are its options. It
+    defines `_apply`, and where it has them `_plan`, `_init`, `extra_projections`, `reach`, and for
+    decoding `_init_cache`, `_step`, `_replace_value` and, where several steps at once cost less,
+    `_read_on`. A recurrence also defines `first_state` and `_apply_from`. The methods without an
+    underscore call these, for which they
 
     * let arguments and results vary along the same axes of a `jax.shard_map`,
     * repeat keys and values for all heads of queries, unless `_grouped`,
@@ -297,7 +295,7 @@ class AttentionOp(ArrayCalls, LogitOptions):
             return self._plan(call, params, q, k)
 
         call = self._call(segment_ids=segment_ids, causal=causal, **call)
-        return self._run(plan, call, params, q, k, v)
+        return self._of_all_heads(plan, call, params, q, k, v)
 
     @final
     def apply(
@@ -507,6 +505,17 @@ class AttentionOp(ArrayCalls, LogitOptions):
         return Call(logits=Logits(*numbers), **arguments)
 
     def _run(self, function, call: Call, params, q, k, v, *others) -> Any:
+        """`_of_all_heads` of a function that reads `extra_projections`, which `plan` does not.
+
+        Raises:
+          ValueError: the call lacks some that the algorithm reads.
+          Unsupported: the call has what the algorithm does not read.
+        """
+        check_read(self, call)
+        check_projections(self, call.extra_projections)
+        return self._of_all_heads(function, call, params, q, k, v, *others)
+
+    def _of_all_heads(self, function, call: Call, params, q, k, v, *others) -> Any:
         """`function` of arrays that vary along the same axes, with keys and values of all heads.
 
         Queries are scaled by length.

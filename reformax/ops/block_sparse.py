@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Called, Count, SettingError, Size, shown
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by
@@ -39,7 +39,7 @@ BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, 
 MaskOrPattern = Annotated[Any, Called("a block mask, or a function that returns one")]
 
 
-@op
+@options
 class block_sparse(AttentionOp):
     """Attention to the keys in the nonzero blocks of a mask.
 

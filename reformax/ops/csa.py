@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, Size, Width
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import choose_impl
@@ -65,7 +65,7 @@ from reformax.ops.sharding import queries as sharding
 from reformax.ops.softmax.online import Softmax, masked_exp, masked_softmax, nonzero
 
 
-@op
+@options
 class csa(IndexedChoice, Compressed, AttentionOp):
     """Causal attention to a window and to the best summaries, the same for all heads.
 

@@ -7,7 +7,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.ring import RingDecoding
@@ -18,7 +18,7 @@ from reformax.ops.softmax.learned_sinks import LearnedSinks
 from reformax.ops.softmax.reference import reference_attention
 
 
-@op
+@options
 class dense(LearnedSinks, RingDecoding, AttentionOp):
     """Attention of each query to every visible key.
 

@@ -32,7 +32,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, Size, Unsupported
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS, choose_impl, compute_by
@@ -69,7 +69,7 @@ from reformax.ops.softmax.dropout import dropped_factors, seed_at
 from reformax.ops.softmax.online import masked_softmax, nonzero
 
 
-@op
+@options
 class dsa(IndexedChoice, AttentionOp):
     """Attention to the positions with the indexer's highest scores, the same for all heads.
 

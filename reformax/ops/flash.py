@@ -16,7 +16,7 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.declared import Scale, Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl, compute_by
 from reformax.ops.calls.heads import repeat_heads
@@ -30,7 +30,7 @@ from reformax.ops.softmax.block_lists import BlockInputs, FullLayout
 from reformax.ops.softmax.learned_sinks import LearnedSinks
 
 
-@op
+@options
 class flash(LearnedSinks, RingDecoding, AttentionOp):
     """Attention of each query to every visible key, in memory linear in the length.
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from reformax.declared import NonNegative, SettingError
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -30,7 +30,7 @@ from reformax.ops.recurrence.op_functions import (
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@op
+@options
 class gated_delta(GatedRecurrence, AttentionOp):
     """Gated DeltaNet's attention.
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.cache import (
@@ -55,7 +55,7 @@ class HashSparsePlan(NamedTuple):
         return self.queries if self.keys is None else self.keys
 
 
-@op
+@options
 class hash_sparse(AttentionOp):
     """Exact attention to the keys of a query's bucket.
 

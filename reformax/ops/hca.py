@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.heads import grouped
 from reformax.ops.compressing.attention import last_position, merged, to_summaries
 from reformax.ops.compressing.op_functions import Compressed
@@ -23,7 +23,7 @@ from reformax.ops.sharding.queries import query_positions
 from reformax.ops.softmax.online import Softmax
 
 
-@op
+@options
 class hca(Compressed, AttentionOp):
     """Causal attention to a window and to the summaries of all complete blocks, in one softmax.
 

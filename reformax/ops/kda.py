@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -24,7 +24,7 @@ from reformax.ops.recurrence.op_functions import GatedRecurrence, Span, decay_pa
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@op
+@options
 class kda(GatedRecurrence, AttentionOp):
     """Kimi Delta Attention.
 

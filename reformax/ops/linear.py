@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -26,7 +26,7 @@ from reformax.ops.recurrence.recurrence import bidirectional
 from reformax.ops.recurrence.short_convolution import conv_params
 
 
-@op
+@options
 class linear(Recurrence, AttentionOp):
     """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax.declared import Bounds, SettingError, Width
 from reformax.derivatives import CustomDerivatives, tangent_of
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dims import Dims
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import of_heads
@@ -27,7 +27,7 @@ from reformax.ops.sharding.shard import of_heads
 Longest = Annotated[int, Bounds(1, 2**24)]
 
 
-@op
+@options
 class linformer(AttentionOp):
     """Attention to `n_projected` learned mixtures of the keys and of the values.
 

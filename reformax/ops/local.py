@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.declared import SettingError, Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, choose_impl
 from reformax.ops.calls.heads import repeat_heads
@@ -27,7 +27,7 @@ from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, PadChunks
 _FARTHEST = 2**30  # positions are below it
 
 
-@op
+@options
 class local(RingDecoding, AttentionOp):
     """Attention within a position's own chunk and its neighbours.
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
@@ -73,7 +73,7 @@ class LongShortCache(NamedTuple):
     mixtures: KeyValues
 
 
-@op
+@options
 class long_short(AttentionOp):
     """Attention to a window and to learned summaries of the sequence.
 

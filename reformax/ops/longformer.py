@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
@@ -27,7 +27,7 @@ STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
 
 
-@op
+@options
 class longformer(AttentionOp):
     """Attention to a window, and of all tokens from and to global ones.
 

@@ -33,7 +33,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
 from reformax.ops.calls.obstacles import MAX_TILE, kernel_obstacles, mosaic_obstacles
@@ -61,7 +61,7 @@ HashCount = Annotated[int, Bounds(1, 1024)]
 Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")]
 
 
-@op
+@options
 class lsh(AttentionOp):
     """LSH attention with its hyperparameters fixed.
 

@@ -25,7 +25,7 @@ from jax import lax
 from reformax.declared import Size
 from reformax.derivatives import KERNEL_REFUSAL, CustomDerivatives
 from reformax.devices import varying_as
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.calls.obstacles import kernel_obstacles
@@ -37,7 +37,7 @@ from reformax.ops.softmax.block_lists import MIN_TILE, BlockInputs, FullLayout
 from reformax.ops.softmax.online import Softmax
 
 
-@op
+@options
 class memory_efficient(RingDecoding, AttentionOp):
     """Attention of each query to every visible key, one chunk of logits at a time.
 

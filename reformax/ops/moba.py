@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.heads import repeat_heads
@@ -53,7 +53,7 @@ SCORED_QUERIES = 1024
 QUERIES, KEYS = {2: 128, 4: 32}, 64
 
 
-@op
+@options
 class moba(AttentionOp):
     """Causal attention to a query's block and to the best of the earlier blocks.
 

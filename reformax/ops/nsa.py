@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims, Projection
 from reformax.ops.calls.dispatch import KERNELS, compute_by
@@ -61,7 +61,7 @@ from reformax.ops.softmax.online import masked_softmax, softmax_over
 KERNELS_HOLD = {"heads_of_a_key_head": MAX_GROUP, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
-@op
+@options
 class nsa(AttentionOp):
     """Causal attention to summaries, to the best blocks and to a window, in a gated sum.
 

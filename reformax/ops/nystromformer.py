@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Size, Width
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.masking.visibility import is_token
@@ -34,7 +34,7 @@ from reformax.ops.softmax.online import masked_softmax, nonzero
 Iterations = Annotated[int, Bounds(1, 1024)]  # the loop is unrolled
 
 
-@op
+@options
 class nystromformer(AttentionOp):
     """Attention through `n_landmarks` means of consecutive tokens.
 

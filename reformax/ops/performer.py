@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax import devices
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Unsupported, Width
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dispatch import INTERPRETED, KERNELS, choose_impl
 from reformax.ops.calls.obstacles import NARROW_HEAD, kernel_obstacles
 from reformax.ops.decoding.cache import SharedByBatch
@@ -70,7 +70,7 @@ class PerformerCache(NamedTuple):
         return jnp.where(seen, self.scale, -jnp.inf)
 
 
-@op
+@options
 class performer(AttentionOp):
     """Attention whose weights are products of positive orthogonal random features.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dims import Projection
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import RecurrenceInputs
@@ -22,7 +22,7 @@ from reformax.ops.recurrence.short_convolution import conv_params
 from reformax.ops.recurrence.unit_length import scaled
 
 
-@op
+@options
 class retention(GatedRecurrence, AttentionOp):
     """Linear attention with decay. The first head halves its state every 22 positions.
 

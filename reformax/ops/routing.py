@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.call import Call
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS, compute_by
@@ -58,7 +58,7 @@ class Clusters(NamedTuple):
     keys: Int[Array, "B N C W"]
 
 
-@op
+@options
 class routing(AttentionOp):
     """Attention within the clusters of an online k-means.
 

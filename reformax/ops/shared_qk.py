@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dispatch import KERNELS, compute_by
 from reformax.ops.calls.obstacles import kernel_obstacles
 from reformax.ops.decoding.ring import RingDecoding
@@ -25,7 +25,7 @@ from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.softmax.reference import reference_attention
 
 
-@op
+@options
 class shared_qk(RingDecoding, AttentionOp):
     """Dense attention with shared queries and keys, which LSH attention approximates.
 

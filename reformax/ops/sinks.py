@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Count, Size
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.calls.dispatch import KERNELS
 from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import first_where
@@ -20,7 +20,7 @@ from reformax.ops.masking.visibility import Visibility, is_token
 from reformax.ops.softmax import band
 
 
-@op
+@options
 class sinks(AttentionOp):
     """Attention to a window and to the first tokens of the sequence.
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.asymmetric_lsh import HashCodes, QueryKeyHash, SortedByHash
-from reformax.ops.base import op
+from reformax.ops.base import options
 from reformax.ops.calls.call import Call
 from reformax.ops.decoding.cache import SharedByBatch
 from reformax.ops.hashing import asymmetric
@@ -31,7 +31,7 @@ from reformax.ops.masking.visibility import CAUSAL, Side
 from reformax.ops.softmax.orders import ChunkSizes
 
 
-@op
+@options
 class smyrf(SortedByHash):
     """Attention within balanced clusters of queries and keys.
 

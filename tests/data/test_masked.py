@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reformax.data import base, labelled, listops, reverse, text
+from reformax.data import base, labelled, listops, mixture, reverse, text
 from reformax.data.masked import masked
 from reformax.data.rng import philox
 from reformax.models import TransformerMaskedLM
@@ -55,6 +55,23 @@ def test_an_evaluation_hides_the_same_tokens_in_any_batches(both, batch_size):
     np.testing.assert_array_equal(whole.targets, rows)
 
 
+def test_a_mixture_hides_the_same_tokens_in_any_batches(tmp_path):
+    """Each of its texts fills its last batch, so that a row's index depends on the batches."""
+    for name, n in (("a", 40), ("b", 60)):
+        (tmp_path / name).write_text("the cat sat on the mat, and the dog ran after it.\n" * n)
+    texts = [text.text(tmp_path / name, offset=1) for name in "ab"]
+    task = masked(mixture.mixture(texts, (1, 2)), 32)
+    found = []
+    for batch_size in (1, 3, 4):
+        batches = list(task.eval_batches("train", batch_size, 32, 32))
+        inputs = np.concatenate([batch.inputs[batch.inputs.any(axis=1)] for batch in batches])
+        found.append(inputs)
+        n_hidden = sum(batch.weights.sum() for batch in batches)
+        assert n_hidden == task.n_targets("train")
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
 def test_what_drew_the_rows_does_not_choose_their_tokens():
     """A row of `stdlib_packages` is drawn by a generator of its number, as its choice is."""
 
@@ -68,6 +85,19 @@ def test_what_drew_the_rows_does_not_choose_their_tokens():
     (batch,) = task.eval_batches("valid", 400, 2, 2)
     is_low, chosen = batch.targets[:, 0] <= 5, batch.weights[:, 0] > 0
     assert abs((is_low == chosen).sum() - 200) < 5 * np.sqrt(100)
+
+
+def test_which_text_a_row_is_of_does_not_choose_its_tokens(tmp_path):
+    """Both are drawn by the step, the text of row i and the i-th token of the first row."""
+    for letter in "ab":
+        (tmp_path / f"{letter}.txt").write_text(letter * 3000)
+    texts = [text.text(tmp_path / f"{letter}.txt", offset=1) for letter in "ab"]
+    task = masked(mixture.mixture(texts, (1.0, 1.0)), 8, rate=0.5)
+    batches = [task.train_batch(0, step, 8, 8) for step in range(400)]
+    is_first = np.array([batch.targets[:, 0] == ord("a") + 1 for batch in batches])
+    chosen = np.array([batch.weights[0] > 0 for batch in batches])
+    alike = (is_first == chosen).sum(axis=0)
+    assert (abs(alike - 200) < 5 * np.sqrt(100)).all(), alike
 
 
 def test_a_document_mask_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from reformax.data.duplication import duplication
+from reformax.data.in_context import in_context
 from reformax.data.mixture import mixture
 from reformax.data.reverse import reverse
 from reformax.data.text import text
@@ -87,6 +88,12 @@ def test_what_does_not_mix_is_told(texts, fails_in_one_line):
         ((small, text(texts[1], offset=1)), (1.0, 1.0), "vocab_size is 256 of text and 257 of tex"),
         ((text(texts[0], windows="each_once"),), (1.0,), "takes its rows in turn, and a mixture"),
         ((small, large), (1.0, 0.0), "weights"),
+        ((small, mixture((small, large), (1, 1))), (1, 1), "task mixture is a mixture itself: giv"),
+        (
+            (small, in_context(mixture((small, large), (1, 1)))),
+            (1, 1),
+            "task in_context is a mixture itself",
+        ),
     ]
     for tasks, weights, message in rows:
         with fails_in_one_line(ValueError, message):

@@ -114,21 +114,22 @@ def test_the_algorithms_own_weights_are_kept():
 
 @over_rows
 def test_a_boolean_mask_is_one_segment(row):
-    x = numbers()
+    """Ops compute less where rows are known to be of one segment, so last bits may differ."""
+    x, rounding = numbers(), 5e-6
     layer = layers.Attention(row.op(), **SIZES, causal=row.causal(False), masked=True)
     mask = np.arange(13) >= np.array([[0], [7]])
     params = plain.init(layer, x.shape, mask.shape)
     apply = jax.jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
     out = apply(mask, x)
     if row.op().packed:
-        np.testing.assert_array_equal(out, apply(mask.astype(np.int32), x))
+        np.testing.assert_allclose(out, apply(mask.astype(np.int32), x), rtol=0, atol=rounding)
     else:
         with pytest.raises(NotImplementedError, match="segment_ids of a row are integers"):
             apply(mask.astype(np.int32), x)
     assert not np.any(out[~mask])
     junk = np.where(mask[..., None], x, 9)
     np.testing.assert_array_equal(apply(mask, junk)[mask], out[mask])
-    assert not np.allclose(apply(np.ones_like(mask), x)[mask], out[mask])
+    assert np.abs(apply(np.ones_like(mask), x) - out)[mask].max() > 100 * rounding
 
 
 def test_masked_says_how_many_inputs_come():

@@ -8,13 +8,13 @@ from reformax import layers
 from reformax.declared import Unsupported
 from reformax.nn import dot_product_attention, op_of
 from reformax.ops import dense, longformer, retention
-from reformax.ops.base import op
+from reformax.ops.base import options
 from reformax.ops.calls.dims import Projection
 
 PLAIN = dict(normalized=False, gated=False)
 
 
-@op
+@options
 class gated_dense(dense.dense):
     """Dense attention that reads a gate, if it has one."""
 

@@ -1,5 +1,7 @@
 """Parts of the contract that only some ops use, by small ops: weights, gates, one segment a row."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import dense
+from reformax.ops import dense, gated_delta, gated_linear, kda, longformer, retention
 from reformax.ops.base import Dims
 from reformax.ops.masking.masks import Tokens
 from tests.layers import plain
@@ -96,6 +98,58 @@ def test_an_op_is_called_with_what_it_reads():
         fading()(*x[:3], causal=True, params=x.params, extra_projections={"gate": x.q})
     with pytest.raises(NotImplementedError, match="dropout is 0.1: fading makes no attention"):
         inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))
+
+
+def projecting():
+    """Ops that read projections of their own, one of each op and set of these."""
+    ops = [row.op() for row in (*ROWS, *TOYS)]
+    ops += [row.op(**{name: x}) for row in ROWS for name in row.options for x in row.options[name]]
+    ops += [
+        retention.retention(),
+        gated_linear.gated_linear(),
+        gated_delta.gated_delta(),
+        kda.kda(),
+        longformer.longformer(n_global=2, global_projections=True),
+    ]
+    found = {"-".join((op.name, *op.extra_projections(Dims(2, 4, 4, 13)))): op for op in ops}
+    return {name: op for name, op in found.items() if op.reads_projections}
+
+
+PROJECTING = projecting()
+
+
+@pytest.mark.parametrize("op", PROJECTING.values(), ids=PROJECTING)
+def test_each_method_says_which_projections_are_missing(op):
+    x = inputs.draw(op)
+    one, lengths = x.at(slice(None), slice(1)), np.array([9, 13])
+    causal = op.causality == "only"
+    plan = inputs.plan(op, x, causal=causal)
+    calls = [lambda x, _: inputs.apply(op, x, plan=plan, segment_ids=None, causal=causal)]
+    if op.decoding != "no":
+        plan_of_cache = inputs.plan(op, x, causal=True, length=16)
+        options = dict(plan=plan_of_cache, lengths=lengths, capacity=16)
+        cache = inputs.init_cache(op, x, **options)
+        calls += [
+            lambda x, _: inputs.init_cache(op, x, **options),
+            lambda _, one: inputs.step(op, one, cache, position=lengths),
+            lambda _, one: inputs.read_on(op, one, cache, position=lengths, lengths=lengths > 9),
+        ]
+    if op.carries_state:
+        state = op.first_state(2, op.dims(x.q, x.v))
+        calls.append(
+            lambda x, _: op.apply_from(
+                x.params, x.q, x.k, x.v, state, extra_projections=x.extra_projections
+            )
+        )
+    first, *others = sorted(x.extra_projections)
+    for given, shown in ((None, []), ({first: x.extra_projections[first]}, [first])):
+        if given is not None and not others:
+            continue
+        lacking = [a._replace(extra_projections=given) for a in (x, one)]
+        line = f"extra_projections has {shown}: {op.name} reads {[first, *others]}"
+        for call in calls:
+            with pytest.raises(ValueError, match=re.escape(line) + r"\Z"):
+                call(*lacking)
 
 
 GLOBAL_TOKENS = np.arange(9)[None].repeat(2, 0) % 4 == 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from reformax.buffers import Buffer, updated
 from reformax.ops import dense
-from reformax.ops.base import AttentionOp, op
+from reformax.ops.base import AttentionOp, options
 from reformax.ops.softmax.dropout import dropout_mask
 from tests.ops.rows import Row
 from tests.pages import ROOT
@@ -40,7 +40,7 @@ def _fading(options, params, plan, qkv, extra_projections, mask, keep):
     return jnp.stack(rows, axis=1)
 
 
-@op
+@options
 class slots(AttentionOp):
     """Softmax attention to learnt mixtures of all positions, as Linformer's."""
 
@@ -80,7 +80,7 @@ TOYS = [
 ]
 
 
-@op
+@options
 class counting(dense.dense):
     """Dense attention that counts the steps of training, and adds their number to its output."""
 
@@ -96,7 +96,7 @@ class counting(dense.dense):
         return out + count.astype(out.dtype)
 
 
-@op
+@options
 class with_global_tokens(AttentionOp):
     """Dense attention of each position to itself and to global tokens."""
 

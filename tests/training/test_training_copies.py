@@ -1,5 +1,6 @@
 """Copies of checkpoints in an object store, of which a local fake has neither rename nor lock."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -15,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from reformax.declared import SettingError
 from reformax.training import loop, manifest
-from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint import Checkpoints, ownership
 from reformax.training.checkpoint.copies import Copies
 from reformax.training.processes import Processes
 from tests.training import worker
@@ -187,6 +188,45 @@ def test_another_run_does_not_mix_its_copies(tmp_path):
     assert not saved(tmp_path / "one", [3], address).notes  # the same command again
     assert Checkpoints(tmp_path / "one", copies=address).newest_whole() == 3
     assert saved(tmp_path / "begun", [8], str(tmp_path / "its own")).notes == []
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_of_two_runs_that_claim_copies_at_once_one_is_refused(tmp_path, monkeypatch, takes_over):
+    """Both would find that the copies are nobody's, or those that they both go on from."""
+    copies, runs = tmp_path / "copies", [tmp_path / "one", tmp_path / "two"]
+    for run in runs:
+        run.mkdir()
+    if takes_over:
+        (tmp_path / "old").mkdir()
+        ownership.claim(copies, tmp_path / "old", "copies", copies)
+        for run in runs:
+            ownership.follow(copies, run)
+    looked, owner = threading.Barrier(2), ownership._owner
+
+    def owner_for_both(copies):
+        found = owner(copies)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait(1)  # for the other claim, which does not look where it waits
+        return found
+
+    monkeypatch.setattr(ownership, "_owner", owner_for_both)
+    refused = []
+
+    def claim(run):
+        try:
+            ownership.claim(copies, run, "copies", copies)
+        except ownership.Others as error:
+            refused.append((run, str(error)))
+
+    threads = [threading.Thread(target=claim, args=[run]) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ((loser, line),) = refused
+    (winner,) = set(runs) - {loser}
+    assert line.startswith(f"checkpoint_copies=copies has the copies of the run in {winner} on ")
+    ownership.check(copies, winner, "copies")
 
 
 def test_a_run_that_lost_its_disk_takes_its_copies_over(store, tmp_path):

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from reformax.declared import Rate, SettingError, Unsupported, check, shown
+from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import are_contiguous
 from reformax.ops.masking.given_masks import shape_of_pairs
 from reformax.ops.masking.masks import Ids, Tokens, int32_ids, segment_pair, tokens_of
@@ -106,6 +107,13 @@ def check_read(op, call) -> None:
     for name, reads in read.items():
         if getattr(call, name) is not None and not reads:
             raise Unsupported(f"{name} is given, but {op.name} does not read it: leave it out")
+
+
+def check_projections(op, given: dict[str, Any] | None) -> None:
+    """Raises `ValueError` for extra projections that are not, by name, those that the op reads."""
+    given, wanted = sorted(given or {}), sorted(op.extra_projections(Dims(1, 1, 1, 1)))
+    if given != wanted:
+        raise ValueError(f"extra_projections has {given}: {op.name} reads {wanted}")
 
 
 def _check_shapes(op, q, k, v) -> None:
@@ -241,13 +249,8 @@ def _check_global_tokens(op, global_tokens, q) -> None:
 
 
 def _check_extra_projections(op, extra_projections, q, v) -> None:
-    wanted = op.extra_projections(op.dims(q, v))
-    if set(extra_projections or {}) != set(wanted):
-        raise ValueError(
-            f"extra_projections has {sorted(extra_projections or {})}: {op.name} reads "
-            f"{sorted(wanted)}"
-        )
-    for name, extra in wanted.items():
+    check_projections(op, extra_projections)
+    for name, extra in op.extra_projections(op.dims(q, v)).items():
         shape = (*q.shape[:2], extra.n_heads, extra.size)
         if extra_projections[name].shape != shape:
             raise ValueError(

@@ -27,7 +27,7 @@ NOWHERE = np.iinfo(np.int32).max
 
 def is_token(segment_ids: Shaped[Array, "*d"]) -> Bool[Array, "*d"]:
     """Where there is a token, and not padding: its segment id is not 0, or it is True."""
-    return segment_ids != 0
+    return segment_ids if segment_ids.dtype == bool else segment_ids != 0
 
 
 def same_segment(one: Shaped[Array, "*#d"], other: Shaped[Array, "*#d"]) -> Bool[Array, "*d"]:

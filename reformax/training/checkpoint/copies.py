@@ -102,8 +102,7 @@ class Copies:
         """
 
         def claim() -> None:
-            ownership.check(self._folder, folder.parent, self.address)
-            ownership.take(self._folder, folder.parent)
+            ownership.claim(self._folder, folder.parent, self.address, self._local)
 
         together = self._processes
         together.by_first(claim)

@@ -2,8 +2,9 @@
 
 The copies have `run.json` with a token, and so has the folder of checkpoints whose copies they are,
 in `copies.json`. A folder without checkpoints, as of a run that lost its disk, takes the copies
-over with its first own one, and the run before copies nothing more. A store has no lock: two runs
-that begin to copy at the same moment are not noticed.
+over with its first own one, and the run before copies nothing more. A run claims copies under a
+lock, which a store does not have: of two runs that claim them there at the same moment, one is
+refused when it copies again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,27 @@ def check(copies: Any, folder: Path, address: str) -> None:
         )
 
 
-def take(copies: Any, folder: Path) -> None:
-    """Makes copies the run's; see `check`."""
+def claim(copies: Any, folder: Path, address: str, local: Path | None) -> None:
+    """Makes copies the run's.
+
+    Args:
+      copies, folder, address: as in `check`.
+      local: the folder of the copies, where it is one of this machine.
+
+    Raises:
+      Others: they are of another run.
+    """
+    alone: AbstractContextManager[None] = nullcontext()
+    if local is not None:
+        durable.make_folder(local)
+        alone = durable.locked(local / OF_COPIES)
+    with alone:
+        check(copies, folder, address)
+        _take(copies, folder)
+
+
+def _take(copies: Any, folder: Path) -> None:
+    """Writes whose copies they are."""
     if not (tokens := _tokens(folder)):
         tokens = _begin(folder, [])
     owner = _owner(copies)
