@@ -91,12 +91,14 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         batches = task.eval_batches(split, batch_size, length, stride)
 
         def every() -> Iterator[Batch]:
-            for index, (tokens, _, weights) in enumerate(batches):
-                numbers = index * batch_size + np.arange(len(tokens))
-                keys = 2**32 * SPLITS.index(split) + numbers
-                rows = [draws(philox(2**63, int(key)), length) for key in keys]
+            n = 2**32 * SPLITS.index(split)
+            for tokens, _, weights in batches:
+                # Rows that fill a batch have no number: a mixture fills one after each of its texts.
+                keys = n + np.cumsum((weights > 0).any(axis=1))
+                rows = [draws(philox(2**63, int(key) - 1), length) for key in keys]
                 draw, others = map(np.stack, zip(*rows, strict=True))
                 yield hidden(tokens, draw, others, weights > 0)
+                n = keys[-1]
 
         return every()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reformax.data import base, labelled, listops, reverse, text
+from reformax.data import base, labelled, listops, mixture, reverse, text
 from reformax.data.masked import masked
 from reformax.data.rng import philox
 from reformax.models import TransformerMaskedLM
@@ -53,6 +53,23 @@ def test_an_evaluation_hides_the_same_tokens_in_any_batches(both, batch_size):
     np.testing.assert_array_equal(inputs[:9], whole.inputs)
     rows = next(own.eval_batches("valid", 9, 32, 32)).inputs
     np.testing.assert_array_equal(whole.targets, rows)
+
+
+def test_a_mixture_hides_the_same_tokens_in_any_batches(tmp_path):
+    """Each of its texts fills its last batch, so that a row's index depends on the batches."""
+    for name, n in (("a", 40), ("b", 60)):
+        (tmp_path / name).write_text("the cat sat on the mat, and the dog ran after it.\n" * n)
+    texts = [text.text(tmp_path / name, offset=1) for name in "ab"]
+    task = masked(mixture.mixture(texts, (1, 2)), 32)
+    found = []
+    for batch_size in (1, 3, 4):
+        batches = list(task.eval_batches("train", batch_size, 32, 32))
+        inputs = np.concatenate([batch.inputs[batch.inputs.any(axis=1)] for batch in batches])
+        found.append(inputs)
+        n_hidden = sum(batch.weights.sum() for batch in batches)
+        assert n_hidden == task.n_targets("train")
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 def test_what_drew_the_rows_does_not_choose_their_tokens():
