@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from reformax.task import Task
 from reformax.training.loss import bits_of, bits_per_dim
 from reformax.training.metrics import METRICS, Ratio
 from reformax.training.record import Bar, Record
@@ -49,11 +50,10 @@ class StepLog:
         """
         self.window, self.tokens, self.seconds = list(window), tokens, seconds
         self._mfu = mfu
-        self.record, self.bar, self._task = record, bar, settings.task
+        self.record, self.bar = record, bar
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
-        self._stage_after = settings.stage_after
-        self._step_tokens = [stage.batch_size * stage.length for stage in settings.all_stages]
+        self._stages, self._stage_after = settings.all_stages, settings.stage_after
         self._in_flight: deque = deque()
         self._last_time: float | None = None  # when the last step ended; None if work came between
         self._busy, self._timed = 0.0, 0  # seconds, and the tokens that took them
@@ -87,24 +87,25 @@ class StepLog:
             raise FloatingPointError(
                 f"loss is {nats} and the gradient's norm {grad_norm} at step {step}"
             )
-        tokens = self._step_tokens[self._stage_after(step - 1)]
+        stage = self._stages[self._stage_after(step - 1)]
+        tokens = stage.batch_size * stage.length
         speed = self._speed(tokens)
         self.bar.advance(bits_per_dim(nats, 1.0), speed)
         self.window.append(means)
         self.tokens += tokens
         if step % self._log_every == 0 or step == self._last_step:
-            self._write(step, numbers, speed)
-        self._on_step(step, self._shown([means]) | numbers)
+            self._write(step, self._shown(self.window, stage.task) | numbers, speed)
+        self._on_step(step, self._shown([means], stage.task) | numbers)
 
-    def _shown(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """The means of steps, each metric over those that have it."""
+    def _shown(self, rows: list[dict[str, Any]], task: Task) -> dict[str, float]:
+        """The means of steps, the last of which is of a task, each metric over those that have it."""
         means = {}
         for name in METRICS:
             found = [row[name] for row in rows if name in row]
             total = sum(weight for _, weight in found)
             if total or name == "nats":
                 means[name] = sum(x * weight for x, weight in found) / total if total else 0.0
-        return bits_of(self._task, "train", bits_per_dim(means.pop("nats"), 1.0)) | means
+        return bits_of(task, "train", bits_per_dim(means.pop("nats"), 1.0)) | means
 
     def _speed(self, tokens: int) -> float | None:
         """Tokens per second since the last line, this step's included; None at first."""
@@ -114,11 +115,10 @@ class StepLog:
         self._last_time = now
         return self._timed / self._busy if self._busy else None
 
-    def _write(self, step: int, numbers: dict[str, float], speed: float | None) -> None:
-        line = {**self._shown(self.window), **numbers, "tokens": self.tokens}
+    def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
         timing = {"seconds": self.seconds(), "tokens_per_second": speed}
         timing["mfu"] = None if speed is None else self._mfu(step, speed)
-        self.record.write(step, "train", line, timing, tag="train")
+        self.record.write(step, "train", values | {"tokens": self.tokens}, timing, tag="train")
         self.window.clear()
         self._busy, self._timed = 0.0, 0
 

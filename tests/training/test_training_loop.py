@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.data.base import byte_language_model
+from reformax.data.base import SPLITS, byte_language_model
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
 from reformax.training.evaluations import Evaluation
@@ -565,6 +565,15 @@ def test_a_stage_has_data_of_its_own(tmp_path):
     _, record = run(tmp_path / "whole", stages=(empty, half))
     np.testing.assert_array_equal(params(tmp_path / "whole", 24), params(tmp_path / "parts", 24))
     assert record[-1] == worker.record(tmp_path / "parts")[-1]
+
+
+def test_a_stage_of_other_symbols_has_no_bits_per_byte(tmp_path):
+    of_bytes = byte_language_model("it", dict.fromkeys(SPLITS, np.arange(99, dtype=np.uint8)))
+    given = dict(model={"vocab_size": 256}, steps=4, log_every=2, length=4, batch_size=1)
+    given["stages"] = [stages.Stage(until=2, task=known("symbols"))]
+    loop.train(tmp_path / "run", **worker.arguments(**given) | {"task": of_bytes})
+    lines = [line for line in worker.record(tmp_path / "run") if line["tag"] == "train"]
+    assert ["bits_per_byte" in line for line in lines] == [False, True]
 
 
 @pytest.mark.slow

@@ -58,12 +58,13 @@ def test_a_run_goes_on_with_a_new_metric_and_its_other_columns_stay(tmp_path, mo
 
 
 def test_a_mean_of_steps_is_by_the_weights_of_a_metric():
-    log = StepLog(TrainSettings(**worker.arguments()), None, None, [], 0, lambda: 0.0)
+    settings = TrainSettings(**worker.arguments())
+    log = StepLog(settings, None, None, [], 0, lambda: 0.0)
     rows = [{"nats": [1.0, 8.0], "accuracy": [0.5, 2.0]}, {"nats": [3.0, 8.0]}]
     rows += [{"nats": [2.0, 8.0], "accuracy": [0.0, 0.0]}]
-    found = log._shown(rows)
+    found = log._shown(rows, settings.task)
     assert found["bits_per_dim"] == pytest.approx(2 / np.log(2)) and found["accuracy"] == 0.5
-    assert "accuracy" not in log._shown(rows[1:])  # nothing of it has weight
+    assert "accuracy" not in log._shown(rows[1:], settings.task)  # nothing of it has weight
 
 
 def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):
