@@ -93,7 +93,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         def every() -> Iterator[Batch]:
             n = 2**32 * SPLITS.index(split)
             for tokens, _, weights in batches:
-                # Rows that fill a batch have no number: a mixture fills one after each of its texts.
+                # Rows that fill a batch have no number: a mixture has them after each of its texts.
                 keys = n + np.cumsum((weights > 0).any(axis=1))
                 rows = [draws(philox(2**63, int(key) - 1), length) for key in keys]
                 draw, others = map(np.stack, zip(*rows, strict=True))

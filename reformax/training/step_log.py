@@ -98,7 +98,7 @@ class StepLog:
         self._on_step(step, self._shown([means], stage.task) | numbers)
 
     def _shown(self, rows: list[dict[str, Any]], task: Task) -> dict[str, float]:
-        """The means of steps, the last of which is of a task, each metric over those that have it."""
+        """The means of steps, the last one of a task, each metric over those that have it."""
         means = {}
         for name in METRICS:
             found = [row[name] for row in rows if name in row]
