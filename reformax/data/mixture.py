@@ -92,10 +92,9 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         return (batch for batches in found for batch in batches)
 
     def fingerprint(split: str) -> str:
-        of_texts = [
-            f"{share:.6g} of {task.fingerprint(split)}"
-            for task, share in zip(tasks, shares, strict=True)
-        ]
+        of_texts = [task.fingerprint(split) for task in tasks]
+        if split == "train":  # held-out text is whole
+            of_texts = [f"{x:.6g} of {one}" for x, one in zip(shares, of_texts, strict=True)]
         return "; ".join(of_texts)
 
     def summary() -> list[str]:
