@@ -321,14 +321,14 @@ def _step_log(
         info.get("tokens", step * settings.batch_size * settings.length),
         lambda: begun + time.monotonic(),
         partial(callbacks.call, "on_step"),
-        _utilization(setup, restored),
+        _at_peak(setup, restored),
     )
 
 
-def _utilization(setup: Setup, restored: RestoredRun) -> Callable[[int, float], float | None]:
-    """The utilization of the devices after a step, at so many tokens per second."""
+def _at_peak(setup: Setup, restored: RestoredRun) -> dict[int, float]:
+    """The seconds that a step takes at the devices' peak, by the number of its stage, if known."""
     settings, models, mesh, _ = setup
-    shares = {}  # of a token per second, by stages
+    found = {}
     left = range(settings.stage_after(restored.step), len(settings.all_stages))
     # Traced now, for the time of steps has nothing else in it.
     for number in left if restored.step < settings.steps else ():
@@ -336,14 +336,8 @@ def _utilization(setup: Setup, restored: RestoredRun) -> Callable[[int, float], 
         if (peak := utilization.peak(model)) is not None:
             inputs = _batch(settings, stage, stage.until - 1)[0]
             flops = utilization.flops_of_step(model, restored.state.params, inputs, mesh)
-            of_token = flops / (stage.batch_size * stage.length)
-            shares[number] = of_token / (peak * mesh.size)
-
-    def mfu(step: int, speed: float) -> float | None:
-        share = shares.get(settings.stage_after(step - 1))
-        return None if share is None else share * speed
-
-    return mfu
+            found[number] = flops / (peak * mesh.size)
+    return found
 
 
 def _batch(
