@@ -241,7 +241,7 @@ def _say_beginning(
 def _note_surprises(
     settings: TrainSettings, restored: RestoredRun, note: Callable[[str], None]
 ) -> None:
-    """Notes on weights that nothing trains, a schedule without its peak, and rows of padding."""
+    """Notes on weights that nothing trains, the learning rate, padding and examples in turn."""
     if restored.step >= settings.steps:
         return
     if settings.fine_tuning is not None and settings.init_from is None and not restored.step:
@@ -252,6 +252,15 @@ def _note_surprises(
         prefix = f"{one.name}." if one.name else "eval_"
         if line := evaluation.padding_note(one.task, one.split, one.batch_size, one.length, prefix):
             note(f"note: {line}")
+    left = settings.all_stages[settings.stage_after(restored.step) :]
+    planned = settings.tokens_after(restored.step)
+    seen = restored.info.get("tokens", planned)
+    if seen != planned and any(stage.task.in_order for stage in left):
+        note(
+            f"note: the steps so far had {seen:,} tokens, and would have {planned:,} by this "
+            "config: examples that are taken in turn go on elsewhere, so that some come twice or "
+            "not at all in this epoch"
+        )
     before = restored.info.get("schedule_steps")
     now = optimizer.schedule_steps(settings.built_optimizer)
     if None not in (before, now) and before != now:
@@ -318,7 +327,7 @@ def _step_log(
         record,
         Bar(step, settings.steps, settings.progress, unit_of(settings.task)),
         list(info.get("window", ())),
-        info.get("tokens", step * settings.batch_size * settings.length),
+        info.get("tokens", settings.tokens_after(step)),
         lambda: begun + time.monotonic(),
         partial(callbacks.call, "on_step"),
         _at_peak(setup, restored),

@@ -628,6 +628,22 @@ def test_a_schedule_of_another_length_than_the_checkpoints_is_noted(tmp_path, ca
     assert checkpoint.Checkpoints(tmp_path).extra(8)["schedule_steps"] == 8
 
 
+def test_examples_in_turn_that_go_on_elsewhere_are_noted(tmp_path, capsys):
+    """A step finds its examples by its number and its batch's size."""
+
+    def run(**settings):
+        given = worker.arguments(**{"length": 8, "batch_size": 4} | settings)
+        task = given["task"].replace(in_order=settings.get("steps") != 6)
+        loop.train(tmp_path, **given | {"task": task})
+        return [line for line in capsys.readouterr().err.splitlines() if "in turn" in line]
+
+    first = stages.Stage(until=2, batch_size=8)
+    assert run(steps=3, stages=[first]) == run(steps=4, stages=[first]) == []
+    (note,) = run(steps=5)
+    assert "so far had 192 tokens, and would have 128 by this config: examples that" in note
+    assert run(steps=6) == []  # which are drawn
+
+
 def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish(no_search):
     options = worker.arguments(named=lambda line: line.replace("cosine.warmup_steps", "mine"))
     for warmup_steps, notes in ((24, 1), (23, 0)):
