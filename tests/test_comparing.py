@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,12 +123,18 @@ def test_a_sweep_trains_each_and_leaves_what_has_finished(swept, folder):
     code, out, _, begun = swept("grid.gin", "--config=steps=6")
     assert (code, begun) == (0, NAMES[:2]) and "going on from step 4 to 6" in out
     assert swept("grid.gin", "--config=steps=6", "--quiet")[3] == []
+    # Without more steps the score of the settings before would be shown as theirs.
+    for changed in ("steps=5", "optimizer.adamw.learning_rate=1e-3"):
+        code, _, err, begun = swept("grid.gin", f"--config={changed}")
+        assert (code, begun) == (2, []) and err.count("\n") == 1, err
+        told = r"0\.1 was trained to step 6 with other settings, and steps=[45] leaves none for"
+        assert re.search(told, err), err
 
 
 def test_flags_of_a_sweep_are_its_runs(folder, monkeypatch, call):
     commands = []
     monkeypatch.setattr(sweep, "_run", lambda command, _: commands.append(command))
-    monkeypatch.setattr(sweep, "_checked", lambda member, *_: member.name)
+    monkeypatch.setattr(sweep, "_checked", lambda x, *_: sweep.CheckedConfig(x.name, 4))
     flags = "--quiet", "--data_dir=data", "--config=steps=6"
     call(lambda: sweep.main(["grid.gin", *flags]))
     assert len(commands) == 4 and all({*flags} <= {*command} for command in commands)

@@ -14,7 +14,8 @@ the task of each are built, so a wrong value is reported at once.
 
 The same command goes on after any interruption. A run that has finished with the same settings is
 left as it is, and so is one that was out of time (`max_minutes`); one that was interrupted goes on,
-one that failed is tried again. A run that fails is reported, and the next one begins. The last
+one that failed is tried again. With other settings a run that has finished goes on where these have
+more steps; else they are refused. A run that fails is reported, and the next one begins. The last
 lines are those of `reformax runs`.
 
 Exit code 0: all have finished; 1: some have not; 2: FILE or the command is wrong; 143, 130 or 129:
@@ -43,6 +44,7 @@ from reformax.cli.statements import Statements, read_file
 from reformax.data.files import FINISHED, PLOT
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
+from reformax.training.checkpoint import CheckpointReader
 from reformax.training.folder import make_output_dir
 from reformax.training.interrupt import Interrupt
 
@@ -56,6 +58,13 @@ class Member(NamedTuple):
     overrides: list[str]
 
 
+class CheckedConfig(NamedTuple):
+    """A run's config: its checksum and its steps."""
+
+    fingerprint: str
+    steps: int
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Flags, the runs, the table."""
     args = parser().parse_args(argv)
@@ -64,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [_found(name, file) for name in statements.includes]
     members = grid(statements, args.file)
     jax.config.update("jax_platforms", "cpu")  # an accelerator is for the runs, in their processes
-    fingerprints = [_checked(member, files, args) for member in members]
+    checked = [_checked(member, files, args) for member in members]
+    fingerprints = [one.fingerprint for one in checked]
     _check_apart(members, fingerprints)
     folder = make_output_dir(args.output_dir or Path("runs") / file.stem)
+    _check_steps_left(folder, members, checked)
     ended: dict[str, int] = {}
     with Interrupt() as interrupt:  # the run in progress acknowledges the signal
         for i, (member, fingerprint) in enumerate(zip(members, fingerprints, strict=True), start=1):
@@ -172,8 +183,8 @@ def _crc(value: Any) -> str:
     return f"{zlib.crc32(json.dumps(value).encode()):08x}"
 
 
-def _checked(member: Member, files: list[str], args) -> str:
-    """A checksum of a run's config.
+def _checked(member: Member, files: list[str], args) -> CheckedConfig:
+    """What a run's config is.
 
     Raises:
       SettingError: a value of it is wrong; the line names the run.
@@ -182,14 +193,15 @@ def _checked(member: Member, files: list[str], args) -> str:
     overrides = member.overrides + args.config
     try:
         config.parse(read, overrides, data_dir=args.data_dir)
-        dry_run.check(**parsed.bindings(loop.train))
+        settings = parsed.bindings(loop.train)
+        dry_run.check(**settings)
     except Exception as error:
         if (line := errors.one_line(error)) is None:
             raise
         if not isinstance(error, config.ConfigError):
             line = typed.typed(line, messages.owner_of(error))
         raise config.ConfigError(f"{member.name}: {line}") from None  # which stays as it is
-    return _crc(parsed.text())
+    return CheckedConfig(_crc(parsed.text()), settings["steps"])
 
 
 def _check_apart(members: list[Member], fingerprints: list[str]) -> None:
@@ -200,6 +212,23 @@ def _check_apart(members: list[Member], fingerprints: list[str]) -> None:
             raise SettingError(
                 f"{other} and {member.name} are the same run: a list has a value twice, or "
                 "--config sets what a list varies"
+            )
+
+
+def _check_steps_left(folder: Path, members: list[Member], checked: list[CheckedConfig]) -> None:
+    """Raises `SettingError` for a run that finished by other settings and has no step for these.
+
+    Its score would be shown as theirs.
+    """
+    finished = _finished(folder)
+    for member, (fingerprint, steps) in zip(members, checked, strict=True):
+        if finished.get(member.name, fingerprint) == fingerprint:
+            continue
+        done = max(CheckpointReader(folder / member.name).steps(), default=0)
+        if done >= steps:
+            raise SettingError(
+                f"{folder / member.name} was trained to step {done} with other settings, and "
+                f"steps={steps} leaves none for these: give another --output_dir, or more steps"
             )
 
 

@@ -105,7 +105,7 @@ def chats(
         BYTES if pieces is None else pieces.size,
         functools.partial(data.train_rows, rows=slice(None)),
         data.eval_batches,
-        lambda split: int(data.encoded(split).scored.sum()),
+        data.n_targets,
         fingerprint=data.fingerprint,
         vocabulary=pieces,
         n_bytes=None if pieces is None else lambda split: data.encoded(split).n_bytes,
@@ -193,6 +193,8 @@ class _Chats:
         # A vocabulary is known when the run has it, so after this.
         self.written = functools.cache(self._written)
         self.encoded = functools.cache(self._encoded)
+        # Each step of pieces asks for it, to say bits per byte.
+        self.n_targets = functools.cache(lambda split: int(self.encoded(split).scored.sum()))
         self.fingerprint = functools.cache(self._fingerprint)
         self._packed = functools.lru_cache(maxsize=4)(self._packed_rows)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from reformax.data.rng import Stream, apart, generator
 from reformax.declared import Called, Positive, SettingError, checked
-from reformax.task import Batch, Documents, Task
+from reformax.task import Batch, Documents, Task, TextVocabulary
 
 Text = Annotated[Task, Called("a text, such as text.text()")]
 
@@ -20,10 +20,10 @@ class _Mixture(Task):
 
 
 class _Shared:
-    """One vocabulary for several texts: that of the first, which the run keeps."""
+    """One vocabulary for several texts: the first one's, which the run keeps."""
 
-    def __init__(self, tasks: Sequence[Task]):
-        self._all = [task.vocabulary for task in tasks]
+    def __init__(self, vocabularies: Sequence[TextVocabulary]):
+        self._all = vocabularies
 
     @property
     def size(self) -> int:
@@ -52,7 +52,8 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
 
     Args:
       tasks: texts of one vocabulary, such as two of `text.text`, each by a scope of gin. Pieces
-        that are learnt are learnt from the first; give the others its size.
+        that are learnt are learnt from the first with any; give the others its size. Ids without a
+        vocabulary are taken for that one's.
       weights: how often a row is of each text, in proportion.
 
     Raises:
@@ -100,10 +101,9 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         return (batch for batches in found for batch in batches)
 
     def fingerprint(split: str) -> str:
-        of_texts = [
-            f"{share:.6g} of {task.fingerprint(split)}"
-            for task, share in zip(tasks, shares, strict=True)
-        ]
+        of_texts = [task.fingerprint(split) for task in tasks]
+        if split == "train":  # held-out text is whole
+            of_texts = [f"{x:.6g} of {one}" for x, one in zip(shares, of_texts, strict=True)]
         return "; ".join(of_texts)
 
     def summary() -> list[str]:
@@ -113,6 +113,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
             for line in (task.summary() if task.summary else [task.name])
         ]
 
+    vocabularies = [task.vocabulary for task in tasks if task.vocabulary is not None]
     has_bytes = all(task.n_bytes is not None for task in tasks)
     return _Mixture(
         "mixture",
@@ -120,8 +121,8 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
         functools.partial(train_rows, rows=slice(None)),
         eval_batches,
         lambda split: sum(task.n_targets(split) for task in tasks),
-        fingerprint=fingerprint,
-        vocabulary=first.vocabulary and _Shared(tasks),
+        fingerprint=fingerprint if all(task.fingerprint for task in tasks) else None,
+        vocabulary=_Shared(vocabularies) if vocabularies else None,
         n_bytes=(lambda split: sum(task.n_bytes(split) for task in tasks)) if has_bytes else None,
         train_rows=train_rows,
         borders=lambda split: np.zeros(0, np.int64),  # texts have no common positions

@@ -51,7 +51,10 @@ class Logger(Protocol):
     def write(
         self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]
     ) -> None:
-        """Takes a line: the numbers of `timing` depend on the machine's speed."""
+        """Takes a line: the numbers of `timing` depend on the machine's speed.
+
+        `split` is the line's, but 'train_split' of an evaluation of 'train'.
+        """
 
     def close(self) -> None:
         """Ends."""

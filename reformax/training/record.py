@@ -62,11 +62,13 @@ class Record:
         """Adds a line for `split` after `step` steps; `tag` is as the module says."""
         line = {"step": step, "tag": tag, "split": split, **values}
         self.lines.append({**line, "timing": timing})
-        shown = {f"{split}/{name}": value for name, value in {**values, **timing}.items()}
+        # The losses of steps have the name of their split.
+        curve = "train_split" if (tag, split) == ("eval", "train") else split
+        shown = {f"{curve}/{name}": value for name, value in {**values, **timing}.items()}
         with self._best_effort_events:
             self._events.add(step, shown)
         known = {name: x for name, x in timing.items() if x is not None}
-        self._loggers.write(step, split, values, known)
+        self._loggers.write(step, curve, values, known)
 
     def plot(self) -> None:
         """Draws loss.png from all lines so far."""

@@ -246,6 +246,14 @@ class TrainSettings:
         """The index in `all_stages` of the stage that has the step after `step`."""
         return sum(stage.until <= step for stage in self.all_stages[:-1])
 
+    def tokens_after(self, step: int) -> int:
+        """The tokens of the first `step` steps."""
+        found = begin = 0
+        for stage in self.all_stages:
+            end = min(stage.until, step)
+            found, begin = found + (end - begin) * stage.batch_size * stage.length, end
+        return found
+
     def batch_number(self, step: int) -> int:
         """Batch index passed to the stage's task for the batch after `step`: `step`, or more.
 

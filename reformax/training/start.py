@@ -241,7 +241,7 @@ def _say_beginning(
 def _note_surprises(
     settings: TrainSettings, restored: RestoredRun, note: Callable[[str], None]
 ) -> None:
-    """Notes on weights that nothing trains, a schedule without its peak, and rows of padding."""
+    """Notes on weights that nothing trains, the learning rate, padding and examples in turn."""
     if restored.step >= settings.steps:
         return
     if settings.fine_tuning is not None and settings.init_from is None and not restored.step:
@@ -252,6 +252,15 @@ def _note_surprises(
         prefix = f"{one.name}." if one.name else "eval_"
         if line := evaluation.padding_note(one.task, one.split, one.batch_size, one.length, prefix):
             note(f"note: {line}")
+    left = settings.all_stages[settings.stage_after(restored.step) :]
+    planned = settings.tokens_after(restored.step)
+    seen = restored.info.get("tokens", planned)
+    if seen != planned and any(stage.task.in_order for stage in left):
+        note(
+            f"note: the steps so far had {seen:,} tokens, and would have {planned:,} by this "
+            "config: examples that are taken in turn go on elsewhere, so that some come twice or "
+            "not at all in this epoch"
+        )
     before = restored.info.get("schedule_steps")
     now = optimizer.schedule_steps(settings.built_optimizer)
     if None not in (before, now) and before != now:
@@ -318,17 +327,17 @@ def _step_log(
         record,
         Bar(step, settings.steps, settings.progress, unit_of(settings.task)),
         list(info.get("window", ())),
-        info.get("tokens", step * settings.batch_size * settings.length),
+        info.get("tokens", settings.tokens_after(step)),
         lambda: begun + time.monotonic(),
         partial(callbacks.call, "on_step"),
-        _utilization(setup, restored),
+        _at_peak(setup, restored),
     )
 
 
-def _utilization(setup: Setup, restored: RestoredRun) -> Callable[[int, float], float | None]:
-    """The utilization of the devices after a step, at so many tokens per second."""
+def _at_peak(setup: Setup, restored: RestoredRun) -> dict[int, float]:
+    """The seconds that a step takes at the devices' peak, by the number of its stage, if known."""
     settings, models, mesh, _ = setup
-    shares = {}  # of a token per second, by stages
+    found = {}
     left = range(settings.stage_after(restored.step), len(settings.all_stages))
     # Traced now, for the time of steps has nothing else in it.
     for number in left if restored.step < settings.steps else ():
@@ -336,14 +345,8 @@ def _utilization(setup: Setup, restored: RestoredRun) -> Callable[[int, float], 
         if (peak := utilization.peak(model)) is not None:
             inputs = _batch(settings, stage, stage.until - 1)[0]
             flops = utilization.flops_of_step(model, restored.state.params, inputs, mesh)
-            of_token = flops / (stage.batch_size * stage.length)
-            shares[number] = of_token / (peak * mesh.size)
-
-    def mfu(step: int, speed: float) -> float | None:
-        share = shares.get(settings.stage_after(step - 1))
-        return None if share is None else share * speed
-
-    return mfu
+            found[number] = flops / (peak * mesh.size)
+    return found
 
 
 def _batch(

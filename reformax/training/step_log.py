@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from reformax.task import Task
 from reformax.training.loss import bits_of, bits_per_dim
 from reformax.training.metrics import METRICS, Ratio
 from reformax.training.record import Bar, Record
@@ -40,23 +41,23 @@ class StepLog:
         tokens: int,
         seconds: Callable[[], float],
         on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
-        mfu: Callable[[int, float], float | None] = lambda step, speed: None,
+        at_peak: Mapping[int, float] | None = None,
     ):
         """Takes the window and the tokens that a checkpoint kept, and the run's clock.
 
-        `on_step` gets each step's metrics, once they are fetched. `mfu` is the utilization after a
-        step at so many tokens per second.
+        `on_step` gets each step's metrics, once they are fetched. `at_peak` has the seconds that a
+        step takes at the devices' peak, by the number of its stage, where they are known.
         """
         self.window, self.tokens, self.seconds = list(window), tokens, seconds
-        self._mfu = mfu
-        self.record, self.bar, self._task = record, bar, settings.task
+        self._at_peak = at_peak or {}
+        self.record, self.bar = record, bar
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
-        self._stage_after = settings.stage_after
-        self._step_tokens = [stage.batch_size * stage.length for stage in settings.all_stages]
+        self._stages, self._stage_after = settings.all_stages, settings.stage_after
         self._in_flight: deque = deque()
         self._last_time: float | None = None  # when the last step ended; None if work came between
-        self._busy, self._timed = 0.0, 0  # seconds, and the tokens that took them
+        # Seconds, the tokens that took them, and the seconds at the devices' peak.
+        self._busy, self._timed, self._timed_at_peak = 0.0, 0, 0.0
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step that was dispatched."""
@@ -87,40 +88,43 @@ class StepLog:
             raise FloatingPointError(
                 f"loss is {nats} and the gradient's norm {grad_norm} at step {step}"
             )
-        tokens = self._step_tokens[self._stage_after(step - 1)]
-        speed = self._speed(tokens)
+        number = self._stage_after(step - 1)
+        stage = self._stages[number]
+        tokens = stage.batch_size * stage.length
+        speed = self._speed(tokens, self._at_peak.get(number, math.nan))
         self.bar.advance(bits_per_dim(nats, 1.0), speed)
         self.window.append(means)
         self.tokens += tokens
         if step % self._log_every == 0 or step == self._last_step:
-            self._write(step, numbers, speed)
-        self._on_step(step, self._shown([means]) | numbers)
+            self._write(step, self._shown(self.window, stage.task) | numbers, speed)
+        self._on_step(step, self._shown([means], stage.task) | numbers)
 
-    def _shown(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """The means of steps, each metric over those that have it."""
+    def _shown(self, rows: list[dict[str, Any]], task: Task) -> dict[str, float]:
+        """The means of steps, the last one of a task, each metric over those that have it."""
         means = {}
         for name in METRICS:
             found = [row[name] for row in rows if name in row]
             total = sum(weight for _, weight in found)
             if total or name == "nats":
                 means[name] = sum(x * weight for x, weight in found) / total if total else 0.0
-        return bits_of(self._task, "train", bits_per_dim(means.pop("nats"), 1.0)) | means
+        return bits_of(task, "train", bits_per_dim(means.pop("nats"), 1.0)) | means
 
-    def _speed(self, tokens: int) -> float | None:
+    def _speed(self, tokens: int, at_peak: float) -> float | None:
         """Tokens per second since the last line, this step's included; None at first."""
         now = time.monotonic()
         if self._last_time is not None:
             self._busy, self._timed = self._busy + now - self._last_time, self._timed + tokens
+            self._timed_at_peak += at_peak
         self._last_time = now
         return self._timed / self._busy if self._busy else None
 
-    def _write(self, step: int, numbers: dict[str, float], speed: float | None) -> None:
-        line = {**self._shown(self.window), **numbers, "tokens": self.tokens}
+    def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
+        mfu = self._timed_at_peak / self._busy if self._busy else math.nan
         timing = {"seconds": self.seconds(), "tokens_per_second": speed}
-        timing["mfu"] = None if speed is None else self._mfu(step, speed)
-        self.record.write(step, "train", line, timing, tag="train")
+        timing["mfu"] = mfu if math.isfinite(mfu) else None
+        self.record.write(step, "train", values | {"tokens": self.tokens}, timing, tag="train")
         self.window.clear()
-        self._busy, self._timed = 0.0, 0
+        self._busy, self._timed, self._timed_at_peak = 0.0, 0, 0.0
 
 
 def _mean(ratio: Ratio) -> list[float]:

@@ -8,6 +8,8 @@ from reformax.data.in_context import in_context
 from reformax.data.mixture import mixture
 from reformax.data.reverse import reverse
 from reformax.data.text import text
+from reformax.data.token_ids import token_ids
+from reformax.data.vocabulary import FILE
 
 LENGTH = 16
 
@@ -56,7 +58,9 @@ def test_held_out_text_is_that_of_all(texts, content):
     assert content(task, "test") == content(small, "test") + content(large, "test")
     assert task.n_targets("valid") == small.n_targets("valid") + large.n_targets("valid")
     assert task.of_bytes and task.vocab_size == 256
-    assert task.fingerprint("train") != mixture((small, large), (2.0, 1.0)).fingerprint("train")
+    other = mixture((small, large), (2.0, 1.0))
+    assert task.fingerprint("train") != other.fingerprint("train")
+    assert task.fingerprint("valid") == other.fingerprint("valid")  # whose scores compare
     assert [line.partition(" of rows: ")[0] for line in task.summary()] == ["50.0%", "50.0%"]
 
 
@@ -69,6 +73,16 @@ def test_pieces_share_the_vocabulary_of_the_first(texts, tmp_path):
     decoded = [task.vocabulary.decode(x) for x in task.train_batch(0, 0, 32, 4).targets.tolist()]
     assert any(x.islower() for x in decoded) and any(x.isupper() for x in decoded)
     assert task.n_bytes("test") == 100
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
+def test_ids_without_a_vocabulary_are_of_the_others(texts, tmp_path, order):
+    (tmp_path / "ids.bin").write_bytes(np.arange(280, dtype=np.uint16).tobytes())
+    ids = token_ids(tmp_path / "ids.bin", 290).replace(fingerprint=None)
+    pieces = text(texts[0], vocab_size=290, max_held_out=50)
+    task = mixture((pieces, ids)[order], (1.0, 1.0))
+    assert task.fingerprint is None
+    assert task.vocabulary.keep_in(tmp_path, begun=False) and (tmp_path / FILE).exists()
 
 
 def test_documents_stay_apart(tmp_path):

@@ -111,6 +111,16 @@ class Lines:
         self.note("close")
 
 
+def test_scores_of_the_training_split_are_no_points_of_its_loss(tmp_path):
+    lines = Lines()
+    run(tmp_path, loggers=[lines], steps=2, eval_every=1, log_every=1, eval_split="train")
+    written = [(call[1], call[2]) for call in lines.calls if call[0] == "write"]
+    assert written == [(1, "train"), (1, "train_split"), (2, "train"), (2, "train_split")]
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"train_split/bits_per_dim") == 2
+    assert {line["split"] for line in worker.record(tmp_path)} == {"train"}
+
+
 @pytest.mark.slow
 def test_loggers_get_the_lines_and_may_fail(plain, tmp_path, capsys):
     whole, mute, closed = Lines(), Lines({"write", "close"}), Lines({"open"})

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.data.base import byte_language_model
+from reformax.data.base import SPLITS, byte_language_model
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
 from reformax.training.evaluations import Evaluation
@@ -567,6 +567,15 @@ def test_a_stage_has_data_of_its_own(tmp_path):
     assert record[-1] == worker.record(tmp_path / "parts")[-1]
 
 
+def test_a_stage_of_other_symbols_has_no_bits_per_byte(tmp_path):
+    of_bytes = byte_language_model("it", dict.fromkeys(SPLITS, np.arange(99, dtype=np.uint8)))
+    given = dict(model={"vocab_size": 256}, steps=4, log_every=2, length=4, batch_size=1)
+    given["stages"] = [stages.Stage(until=2, task=known("symbols"))]
+    loop.train(tmp_path / "run", **worker.arguments(**given) | {"task": of_bytes})
+    lines = [line for line in worker.record(tmp_path / "run") if line["tag"] == "train"]
+    assert ["bits_per_byte" in line for line in lines] == [False, True]
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_within_stages(tmp_path):
     """One step at a time it sees what it sees at once, and no other data of a stage to come."""
@@ -617,6 +626,22 @@ def test_a_schedule_of_another_length_than_the_checkpoints_is_noted(tmp_path, ca
     note = "note: the learning rate's schedule is 8 steps long, and was 4 until step 6"
     assert run(8) == [note] and run(8) == []
     assert checkpoint.Checkpoints(tmp_path).extra(8)["schedule_steps"] == 8
+
+
+def test_examples_in_turn_that_go_on_elsewhere_are_noted(tmp_path, capsys):
+    """A step finds its examples by its number and its batch's size."""
+
+    def run(**settings):
+        given = worker.arguments(**{"length": 8, "batch_size": 4} | settings)
+        task = given["task"].replace(in_order=settings.get("steps") != 6)
+        loop.train(tmp_path, **given | {"task": task})
+        return [line for line in capsys.readouterr().err.splitlines() if "in turn" in line]
+
+    first = stages.Stage(until=2, batch_size=8)
+    assert run(steps=3, stages=[first]) == run(steps=4, stages=[first]) == []
+    (note,) = run(steps=5)
+    assert "so far had 192 tokens, and would have 128 by this config: examples that" in note
+    assert run(steps=6) == []  # which are drawn
 
 
 def test_a_dry_run_notes_a_warm_up_that_the_run_does_not_finish(no_search):

@@ -1,6 +1,7 @@
 """A metric is one function: lines, evaluations and runs that have begun show it from then on."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,17 @@ import numpy as np
 import pytest
 
 from reformax.models import lm
-from reformax.training import callbacks, loop, mesh, metrics, record_lines, utilization
+from reformax.training import (
+    callbacks,
+    loop,
+    mesh,
+    metrics,
+    record_lines,
+    stages,
+    step_log,
+    utilization,
+)
+from reformax.training.metrics import Ratio
 from reformax.training.settings import TrainSettings
 from reformax.training.step_log import StepLog
 from tests.training import tiny, worker
@@ -58,12 +69,13 @@ def test_a_run_goes_on_with_a_new_metric_and_its_other_columns_stay(tmp_path, mo
 
 
 def test_a_mean_of_steps_is_by_the_weights_of_a_metric():
-    log = StepLog(TrainSettings(**worker.arguments()), None, None, [], 0, lambda: 0.0)
+    settings = TrainSettings(**worker.arguments())
+    log = StepLog(settings, None, None, [], 0, lambda: 0.0)
     rows = [{"nats": [1.0, 8.0], "accuracy": [0.5, 2.0]}, {"nats": [3.0, 8.0]}]
     rows += [{"nats": [2.0, 8.0], "accuracy": [0.0, 0.0]}]
-    found = log._shown(rows)
+    found = log._shown(rows, settings.task)
     assert found["bits_per_dim"] == pytest.approx(2 / np.log(2)) and found["accuracy"] == 0.5
-    assert "accuracy" not in log._shown(rows[1:])  # nothing of it has weight
+    assert "accuracy" not in log._shown(rows[1:], settings.task)  # nothing of it has weight
 
 
 def test_an_evaluation_of_the_training_split_is_evaluated_again(tmp_path):
@@ -93,6 +105,23 @@ def test_each_line_has_tokens_a_second_and_the_share_of_the_peak(tmp_path, monke
             flops = 3 * 2 * (8 * 8 + 8 * 16)
             share = flops * timing["tokens_per_second"] / (stated * len(jax.devices()))
             assert timing["mfu"] == pytest.approx(share)
+
+
+def test_the_share_of_the_peak_is_of_the_stage_of_each_step(monkeypatch):
+    """A line may have the last steps of a stage and the first ones of the next."""
+    stage = stages.Stage(until=2, length=8)
+    settings = TrainSettings(**worker.arguments(steps=4, stages=[stage]))
+    written, clock = [], iter([0.0, 1.0, 2.0, 4.0])
+    monkeypatch.setattr(step_log, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    record = SimpleNamespace(write=lambda *line, tag: written.append(line[-1]))
+    bar = SimpleNamespace(advance=lambda *shown: None)
+    log = StepLog(settings, record, bar, [], 0, lambda: 0.0, at_peak={0: 0.1, 1: 0.4})
+    for step in range(1, 5):
+        log.add(step, {"nats": Ratio(1.0, 1.0), "grad_norm": 1.0})
+    log.drain()
+    (timing,) = written
+    assert timing["tokens_per_second"] == (8 * 8 + 2 * 8 * 16) / 4
+    assert timing["mfu"] == pytest.approx((0.1 + 0.4 + 0.4) / 4)
 
 
 def test_operations_are_those_of_all_devices_and_of_one_forward_pass():
