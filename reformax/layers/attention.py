@@ -47,11 +47,11 @@ class Attention(AttentionDecoding, PlannedAttention):
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs `bias`.
-      key_conv: W; keys are `k_t + silu(sum_j w_j k_{t-j})` over the last W positions of their
-        segment, with weights `key_conv [G, H, W]` that begin at 0. Algorithms that choose keys then
-        also choose by what a key follows (Xiao et al. 2025, arXiv 2511.11571, for MoBA). The
-        convolution comes before `qk_norm` and rotation. With an algorithm that makes keys of
-        queries, the queries are convolved. None: there is none.
+      key_conv: W; keys, of `w_k` alone, are `k_t + silu(sum_j w_j k_{t-j})` over the last W
+        positions of their segment, by weights `key_conv [G, H, W]` that begin at 0. Algorithms
+        that choose keys then also choose by what a key follows (Xiao et al. 2025, arXiv
+        2511.11571, for MoBA). The convolution comes before `qk_norm` and rotation. With an
+        algorithm that makes keys of queries, the queries are convolved. None: there is none.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
         `causal` and an algorithm with `never_sees_itself`.
 
@@ -211,7 +211,7 @@ class Attention(AttentionDecoding, PlannedAttention):
                 heads = heads | {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
         heads = self._normed(params, heads)
         if self.use_rotary:
-            rotated = (name for name, to in self.projections().items() if to.rotated)
+            rotated = (name for name, to in self.projections().items() if to.role)
             how = self.rotary_grid, self.rotary
             heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
         extra_projections = {name: heads[name] for name in extra}

@@ -60,7 +60,7 @@ def test_equals_an_independent_computation(row, everything):
     if everything:
         extra_projections = op.extra_projections(Dims(3, 6, 5, 13))
         rotated_names = {"q", "k"} | {
-            name for name, extra in extra_projections.items() if extra.rotated
+            name for name, extra in extra_projections.items() if extra.role
         }
         heads |= {name: rotated(heads[name]) for name in rotated_names & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
