@@ -20,7 +20,7 @@ from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.calls.arguments import check_mask
 from reformax.ops.calls.heads import QKV
-from reformax.ops.masking.masks import Ids, Tokens, int32_ids, tokens_of
+from reformax.ops.masking.masks import Ids, Tokens, int32_ids, segment_begins, tokens_of
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
@@ -35,8 +35,7 @@ class Attention(AttentionDecoding, PlannedAttention):
     `a * v_s + b * v_{s+1}`: the value at s and the value of the next position, with factors a and b
     learnt by channel, `next_value [2, N, V]`. In text the token after an earlier occurrence of a
     word tells what may follow now. A position must see earlier ones alone, s < t, so that s + 1 is
-    at most t. Segments must be contiguous: the last key of a segment has the first value of the
-    next segment in it, and no later query of its segment reads it.
+    at most t. A position before padding or another segment has no next value.
 
     Args:
       causal: whether a position sees only itself and what came before it.
@@ -156,7 +155,7 @@ class Attention(AttentionDecoding, PlannedAttention):
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
         if positions is None and segment_ids is not None:
             positions = self._before_padding(is_token(segment_ids))
-        qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
+        qkv = self._with_next_value(params, self._to_qkv(params, heads, positions), segment_ids)
         qkv = context_parallel.arrange(self.op, qkv, self.position_bias is not None)
         return qkv, heads.get(ATTENTION_GATE)
 
@@ -184,12 +183,16 @@ class Attention(AttentionDecoding, PlannedAttention):
         table = params.get("position_bias")
         return position_bias(self.position_bias, table, self.n_heads, query, key, self.causal)
 
-    def _with_next_value(self, params, qkv: QKV) -> QKV:
-        """Each position's value with the next one in it; the last position has no next one."""
+    def _with_next_value(self, params, qkv: QKV, segment_ids: Ids | None) -> QKV:
+        """Each position's value with the next one of its segment in it, if it has one."""
         if not self.next_value:
             return qkv
         current, following = value_factors(params, qkv.v.dtype)
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+        if segment_ids is not None:
+            ends = segment_begins(segment_ids)[:, 1:]
+            ends = jnp.pad(ends, ((0, 0), (0, 1)), constant_values=True)
+            after = jnp.where(ends[..., None, None], 0, after)  # padding may be NaN
         return qkv._replace(v=current * qkv.v + following * after)
 
     def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:

@@ -390,6 +390,19 @@ def test_a_key_brings_the_next_value(op):
     np.testing.assert_array_equal(reordered.last_value, cache.last_value[second])
 
 
+def test_a_value_has_none_of_padding_or_another_segment():
+    op = shared_qk.shared_qk(attend_self_if_alone=False)
+    layer = layers.Attention(op, **SIZES, causal=True, next_value=True, masked=True)
+    x, ids = numbers(), np.array([[0, 1, 1, 2, 1, 2, 1, 1, 0, 2, 2, 0, 0]] * 2)
+    params = plain.init(layer, x.shape, ids.shape)
+    apply = jax.jit(lambda x: layer.apply(params, x, ids))
+    want = apply(x)
+    padding = apply(np.where(ids[..., None] == 0, np.nan, x))
+    np.testing.assert_array_equal(padding[ids > 0], want[ids > 0])
+    other = apply(np.where(ids[..., None] == 2, 2 * x, x))
+    np.testing.assert_array_equal(other[ids == 1], want[ids == 1])
+
+
 def test_what_cannot_decode():
     x, lengths = numbers(), np.array([13, 13])
     for options in (dict(causal=False, mode="eval"), dict(causal=True, mode="train")):
