@@ -146,7 +146,7 @@ def _heads_of(
     if module.use_rotary:
         angles = RotaryAngles(base=module.rotary_base)
         projected = {
-            name: rotary(x, positions, angles=angles) if projections[name].rotated else x
+            name: rotary(x, positions, angles=angles) if projections[name].role else x
             for name, x in projected.items()
         }
     names = _NAMES.values()

@@ -20,7 +20,7 @@ from reformax.layers.planned_attention import PlannedAttention
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.calls.arguments import check_mask
 from reformax.ops.calls.heads import QKV
-from reformax.ops.masking.masks import Ids, Tokens, int32_ids, tokens_of
+from reformax.ops.masking.masks import Ids, Tokens, int32_ids, segment_begins, tokens_of
 from reformax.ops.masking.visibility import is_token
 from reformax.ops.numerics.arrays import check_floats
 from reformax.ops.numerics.rotary import RotaryAngles, rotary
@@ -35,8 +35,7 @@ class Attention(AttentionDecoding, PlannedAttention):
     `a * v_s + b * v_{s+1}`: the value at s and the value of the next position, with factors a and b
     learnt by channel, `next_value [2, N, V]`. In text the token after an earlier occurrence of a
     word tells what may follow now. A position must see earlier ones alone, s < t, so that s + 1 is
-    at most t. Segments must be contiguous: the last key of a segment has the first value of the
-    next segment in it, and no later query of its segment reads it.
+    at most t. A position before padding or another segment has no next value.
 
     Args:
       causal: whether a position sees only itself and what came before it.
@@ -47,11 +46,11 @@ class Attention(AttentionDecoding, PlannedAttention):
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs `bias`.
-      key_conv: W; keys are `k_t + silu(sum_j w_j k_{t-j})` over the last W positions of their
-        segment, with weights `key_conv [G, H, W]` that begin at 0. Algorithms that choose keys then
-        also choose by what a key follows (Xiao et al. 2025, arXiv 2511.11571, for MoBA). The
-        convolution comes before `qk_norm` and rotation. With an algorithm that makes keys of
-        queries, the queries are convolved. None: there is none.
+      key_conv: W; keys, of `w_k` alone, are `k_t + silu(sum_j w_j k_{t-j})` over the last W
+        positions of their segment, by weights `key_conv [G, H, W]` that begin at 0. Algorithms
+        that choose keys then also choose by what a key follows (Xiao et al. 2025, arXiv
+        2511.11571, for MoBA). The convolution comes before `qk_norm` and rotation. With an
+        algorithm that makes keys of queries, the queries are convolved. None: there is none.
       next_value: whether a key's value has that of the next position in it too, as above. It needs
         `causal` and an algorithm with `never_sees_itself`.
 
@@ -156,7 +155,7 @@ class Attention(AttentionDecoding, PlannedAttention):
         heads = self._convolved(params, self._project_all(params, x), segment_ids)
         if positions is None and segment_ids is not None:
             positions = self._before_padding(is_token(segment_ids))
-        qkv = self._with_next_value(params, self._to_qkv(params, heads, positions))
+        qkv = self._with_next_value(params, self._to_qkv(params, heads, positions), segment_ids)
         qkv = context_parallel.arrange(self.op, qkv, self.position_bias is not None)
         return qkv, heads.get(ATTENTION_GATE)
 
@@ -184,12 +183,16 @@ class Attention(AttentionDecoding, PlannedAttention):
         table = params.get("position_bias")
         return position_bias(self.position_bias, table, self.n_heads, query, key, self.causal)
 
-    def _with_next_value(self, params, qkv: QKV) -> QKV:
-        """Each position's value with the next one in it; the last position has no next one."""
+    def _with_next_value(self, params, qkv: QKV, segment_ids: Ids | None) -> QKV:
+        """Each position's value with the next one of its segment in it, if it has one."""
         if not self.next_value:
             return qkv
         current, following = value_factors(params, qkv.v.dtype)
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+        if segment_ids is not None:
+            ends = segment_begins(segment_ids)[:, 1:]
+            ends = jnp.pad(ends, ((0, 0), (0, 1)), constant_values=True)
+            after = jnp.where(ends[..., None, None], 0, after)  # padding may be NaN
         return qkv._replace(v=current * qkv.v + following * after)
 
     def _project_all(self, params, x: Float[Array, "B T D"] | Unnormed) -> dict[str, Array]:
@@ -211,7 +214,7 @@ class Attention(AttentionDecoding, PlannedAttention):
                 heads = heads | {name: jnp.einsum("btr,nrh->btnh", low, up.astype(low.dtype))}
         heads = self._normed(params, heads)
         if self.use_rotary:
-            rotated = (name for name, to in self.projections().items() if to.rotated)
+            rotated = (name for name, to in self.projections().items() if to.role)
             how = self.rotary_grid, self.rotary
             heads = heads | {name: rotary(heads[name], position, *how) for name in rotated}
         extra_projections = {name: heads[name] for name in extra}

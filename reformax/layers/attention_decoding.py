@@ -78,7 +78,7 @@ class AttentionDecoding:
         tokens = tokens_before(lengths, x.shape[1])
         convolved = self._convolved(params, heads)
         unshifted = self._to_qkv(params, convolved, self._before_padding(tokens))
-        qkv = self._with_next_value(params, unshifted)
+        qkv = self._with_next_value(params, unshifted, tokens)
         if plan is None:
             plan = self.plan(params, qkv, tokens, rng, length=capacity)
 
@@ -178,7 +178,7 @@ class AttentionDecoding:
             heads = heads | {self._keys: keys}
         at = position[:, None] + jnp.minimum(index, lengths[:, None] - 1)
         unshifted = self._to_qkv(params, heads, at)
-        qkv = self._with_next_value(params, unshifted)
+        qkv = self._with_next_value(params, unshifted, tokens_before(lengths, x.shape[1]))
         if self.next_value:
             current, following = value_factors(params, qkv.v.dtype)
             is_read = (lengths > 0)[:, None, None, None]

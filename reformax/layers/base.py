@@ -170,11 +170,11 @@ def check_shape(shape: Any) -> None:
 def check_weights(layer: Layer, params: Any, wanted: Iterable[str]) -> None:
     """Raises `ValueError` unless these are the matrices and biases in `params`, all and no others.
 
-    Names of these, and of no other weights, begin with w or b.
+    Names of these, and of no other weights but norms, begin with w or b.
     """
     if not isinstance(params, Mapping):
         raise ValueError(f"params is {shown(params)}: expected a dict, as of init_params")
-    found, wanted = {name for name in params if name[0] in "wb"}, set(wanted)
+    found, wanted = {x for x in params if x[0] in "wb" and x[-5:] != "_norm"}, set(wanted)
     if found != wanted:
         name = min(found ^ wanted)
         has = "no " if name in wanted else ""

@@ -64,7 +64,7 @@ class MultiHead(Layer):
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
     and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
-    `qk_norm` also `q_norm [H]` and, if there are keys, `k_norm [H]`; with `gate`
+    `qk_norm` also `<name>_norm [H]` for each projection of queries or keys; with `gate`
     `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`; with `output_norm` its
     weights.
 
@@ -92,7 +92,8 @@ class MultiHead(Layer):
       qk_norm: whether queries and keys are normalised before they are rotated, each head by RMSNorm
         with one learnt scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to
         22 Billion Parameters", sec. 2; as in Qwen3); "joint": all heads together, with a scale for
-        each feature (as in OLMo 2). Shared keys are normalised anyway: their queries are.
+        each feature (as in OLMo 2). Shared keys are normalised anyway: their queries are. What is
+        key and value at once, as summaries with `share_kv`, is not normalised.
       norm: of outputs; with "rms_plus_one" that of `qk_norm` is such a norm too.
       norm_epsilon: added to the mean square in norms.
       output_norm: whether a norm of the output follows its projection, as in Gemma 2.
@@ -222,11 +223,10 @@ class MultiHead(Layer):
             params["b_o"] = jnp.zeros(d_model)
         if self.qk_norm:
             first = jnp.zeros if self.norm == "rms_plus_one" else jnp.ones
-            for x in ("q", "k"):
-                if f"w_{x}" in params:
-                    n_heads, _, size = params[f"w_{x}"].shape
+            for name, to in self.projections().items():
+                if to.role:
                     joint = self.qk_norm == "joint"
-                    params[f"{x}_norm"] = first((n_heads, size) if joint else size)
+                    params[f"{name}_norm"] = first((to.n_heads, to.size) if joint else to.size)
         if self.output_norm:
             params["output_norm"] = self._norm.init_params(None, (d_model,))
         params["op"] = self.op.init(rng_op, self._dims._replace(length=length))
@@ -282,19 +282,20 @@ class MultiHead(Layer):
 
     def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
         """The projections, queries and keys normalised by `qk_norm`, queries times their factor."""
-        for name in ("q", "k") if self.qk_norm else ():
-            if name in heads:
-                x = heads[name].astype(accum_dtype(heads[name].dtype))
+        for name, to in self.projections().items():
+            if to.role is None or name not in heads:
+                continue
+            x = heads[name].astype(accum_dtype(heads[name].dtype))
+            if self.qk_norm:
                 scale = params[f"{name}_norm"].astype(x.dtype)
                 scale = (scale + 1 if self.norm == "rms_plus_one" else scale)[None, None]
                 rows = x.reshape(*x.shape[:2], -1) if self.qk_norm == "joint" else x
                 normed = length_normalize(rows, self.norm_epsilon).reshape(x.shape)
                 normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
-                heads = heads | {name: normed.astype(heads[name].dtype)}
-        if self.scale is not None and "q" in heads:
-            q = heads["q"].astype(accum_dtype(heads["q"].dtype))
-            q = q * (self.scale * math.sqrt(self.d_qk))  # the algorithm divides by sqrt(H)
-            heads = heads | {"q": q.astype(heads["q"].dtype)}
+                x = normed.astype(heads[name].dtype).astype(x.dtype)
+            if self.scale is not None and to.role == "query":
+                x = x * (self.scale * math.sqrt(self.d_qk))  # the algorithm divides by sqrt(H)
+            heads = heads | {name: x.astype(heads[name].dtype)}
         return heads
 
     def without_output_bias(self, params) -> tuple[dict[str, Any], Float[Array, " D"] | None]:
@@ -352,7 +353,8 @@ class MultiHead(Layer):
         others = "next_value", "position_bias", *(f"up_{x}" for x in self._extra_projections())
         merged |= {name: params[name] for name in others if name in params}
         merged = {name: w.astype(dtype) for name, w in merged.items()}
-        kept = "q_norm", "k_norm", "output_norm", "key_conv", "op"
+        norms = (f"{name}_norm" for name in (*self.projections(), "output"))
+        kept = *norms, "key_conv", "op"
         return merged | {name: params[name] for name in kept if name in params}
 
 

@@ -226,9 +226,13 @@ class AttentionOp(ArrayCalls, LogitOptions):
         `extra_projections`.
         """
         n_qk, n_v = dims.qk_heads, dims.key_heads
-        q, k = (Projection(n, dims.d_qk, rotated=True) for n in (n_qk, min(n_qk, n_v)))
-        keys = {} if self.shared_qk else {"k": k}
-        return {"q": q, **keys, "v": Projection(n_v, dims.d_v), **self.extra_projections(dims)}
+        keys = {} if self.shared_qk else {"k": Projection(min(n_qk, n_v), dims.d_qk, "key")}
+        return {
+            "q": Projection(n_qk, dims.d_qk, "query"),
+            **keys,
+            "v": Projection(n_v, dims.d_v),
+            **self.extra_projections(dims),
+        }
 
     def may_reuse(self, other: AttentionOp) -> bool:
         """Whether it can attend by the plan of another op, where it `reuses` one."""

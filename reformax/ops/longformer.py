@@ -103,11 +103,11 @@ class longformer(AttentionOp):
     def extra_projections(self, dims: Dims) -> dict[str, Projection]:
         if not (self.n_global and self.global_projections):
             return {}
-        vectors = Projection(dims.n_heads, dims.d_qk, rotated=True)
+        n, h = dims.n_heads, dims.d_qk
         return {
-            "global_q": vectors,
-            "global_k": vectors,
-            "global_v": Projection(dims.n_heads, dims.d_v),
+            "global_q": Projection(n, h, "query"),
+            "global_k": Projection(n, h, "key"),
+            "global_v": Projection(n, dims.d_v),
         }
 
     def _plan(self, call, params, q, k) -> Int[Array, "B G"] | None:

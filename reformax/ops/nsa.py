@@ -152,7 +152,7 @@ class nsa(AttentionOp):
         gate = {"gate": Projection(dims.n_heads, 3)}
         if not self.independent_kv:
             return gate
-        keys = Projection(dims.key_heads, dims.d_qk, rotated=True)
+        keys = Projection(dims.key_heads, dims.d_qk, "key")
         values = Projection(dims.key_heads, dims.d_v)
         return gate | {
             f"{branch}_{name}": what

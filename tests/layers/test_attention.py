@@ -60,7 +60,7 @@ def test_equals_an_independent_computation(row, everything):
     if everything:
         extra_projections = op.extra_projections(Dims(3, 6, 5, 13))
         rotated_names = {"q", "k"} | {
-            name for name, extra in extra_projections.items() if extra.rotated
+            name for name, extra in extra_projections.items() if extra.role
         }
         heads |= {name: rotated(heads[name]) for name in rotated_names & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
@@ -389,6 +389,19 @@ def test_a_key_brings_the_next_value(op):
     second = np.array([1, 1])
     reordered = layer.reorder_cache(cache, second)
     np.testing.assert_array_equal(reordered.last_value, cache.last_value[second])
+
+
+def test_a_value_has_none_of_padding_or_another_segment():
+    op = shared_qk.shared_qk(attend_self_if_alone=False)
+    layer = layers.Attention(op, **SIZES, causal=True, next_value=True, masked=True)
+    x, ids = numbers(), np.array([[0, 1, 1, 2, 1, 2, 1, 1, 0, 2, 2, 0, 0]] * 2)
+    params = plain.init(layer, x.shape, ids.shape)
+    apply = jax.jit(lambda x: layer.apply(params, x, ids))
+    want = apply(x)
+    padding = apply(np.where(ids[..., None] == 0, np.nan, x))
+    np.testing.assert_array_equal(padding[ids > 0], want[ids > 0])
+    other = apply(np.where(ids[..., None] == 2, 2 * x, x))
+    np.testing.assert_array_equal(other[ids == 1], want[ids == 1])
 
 
 def test_what_cannot_decode():

@@ -1,15 +1,18 @@
 """Whether an op reads further projections depends on its options, which callers ask it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax import layers
 from reformax.declared import Unsupported
 from reformax.nn import dot_product_attention, op_of
-from reformax.ops import dense, longformer, retention
+from reformax.ops import dense, hca, longformer, nsa, retention
 from reformax.ops.base import options
 from reformax.ops.calls.dims import Projection
+from reformax.ops.masking.masks import Tokens
+from tests.layers import plain
 
 PLAIN = dict(normalized=False, gated=False)
 
@@ -50,3 +53,40 @@ def test_a_function_of_queries_keys_and_values(one):
     for other in more:
         with pytest.raises(Unsupported, match="it reads further projections of a layer's input"):
             op_of(other)
+
+
+def _with_more_keys(**options):
+    """Layers of ops that project queries or keys of other branches, and their arguments."""
+    x = np.random.default_rng(1).normal(size=(1, 12, 6)).astype(np.float32)
+    tokens = Tokens(None, global_tokens=jnp.arange(12)[None] % 6 == 1)
+    nsa_sizes = dict(compress_len=4, compress_stride=2, block_size=4, n_selected=1, window=3)
+    for one in (
+        longformer.longformer(window=3, n_global=2),
+        nsa.nsa(**nsa_sizes, independent_kv=True),
+        hca.hca(block_size=2, window=4),
+    ):
+        sizes = dict(n_heads=2, d_qk=4, d_v=4, causal=True)
+        layer = layers.Attention(one, **sizes, masked=True, **options)
+        params = plain.init(layer, x.shape, x.shape[:2])
+        queries = {name: to for name, to in layer.projections().items() if to.role == "query"}
+        keys = {name: to for name, to in layer.projections().items() if to.role == "key"}
+        assert len(queries) + len(keys) > 2
+        yield one, params, queries, keys, jax.jit(lambda p, layer=layer: layer.apply(p, x, tokens))
+
+
+@pytest.mark.parametrize("norm", [True, "joint"])
+def test_all_queries_and_keys_are_normalised(norm):
+    for one, params, queries, keys, apply in _with_more_keys(qk_norm=norm, norm_epsilon=0.0):
+        want = apply(params)
+        for name in (*queries, *keys):
+            larger = params | {f"w_{name}": 3 * params[f"w_{name}"]}
+            np.testing.assert_allclose(apply(larger), want, 1e-4, 1e-5, err_msg=f"{one} {name}")
+            scaled = params | {f"{name}_norm": params[f"{name}_norm"] + 1}
+            assert not np.allclose(apply(scaled), want, 1e-4, 1e-5), f"{one} {name}"
+
+
+def test_all_queries_have_the_factor():
+    scaled, plainly = (_with_more_keys(scale=scale) for scale in (1.5, 0.5))
+    for (one, params, queries, _, apply), (*_, default) in zip(scaled, plainly, strict=True):
+        larger = {f"w_{name}": 3 * params[f"w_{name}"] for name in queries}
+        np.testing.assert_allclose(apply(params), default(params | larger), 1e-4, 1e-5, str(one))

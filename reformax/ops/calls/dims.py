@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Dims(NamedTuple):
@@ -31,7 +31,7 @@ class Projection(NamedTuple):
 
     n_heads: int
     size: int
-    rotated: bool = False  # whether rotary embeddings apply to it as to queries and keys
+    role: Literal["query", "key"] | None = None  # layers norm and rotate it, and scale queries
     rank: int | None = None  # that of its matrix, made of two thin ones; None: one whole matrix
 
     @property

@@ -89,9 +89,8 @@ class Compressed(LearnedSinks):
             )
         n, found = dims.key_heads * self.n_series, {}
         for kind in self._kinds:
-            # Rotated by the layer where it rotates keys, each at its own position.
-            rotated = kind == "k" and not self.rotates
-            found[f"summary_{kind}"] = Projection(n, sizes[kind], rotated=rotated)
+            role = "key" if kind == "k" else None  # a layer rotates each at its own position
+            found[f"summary_{kind}"] = Projection(n, sizes[kind], role)
             found[f"gate_{kind}"] = Projection(n, sizes[kind])
         return found
 
