@@ -284,9 +284,10 @@ def test_options_that_do_not_fit_together(op, options, message):
 
 
 def test_heads_that_do_not_fit():
-    q, v = jnp.zeros((1, 8, 2, 4)), jnp.zeros((1, 8, 2, 3))
+    op = hca.hca(share_kv=True)
+    x = inputs.draw(op, length=8)
     with pytest.raises(SettingError, match="share_kv is True, and keys have 4 features and values"):
-        hca.hca(share_kv=True)(q, q, v, causal=True)
+        inputs.call(op, x._replace(v=x.v[..., :3]), causal=True)
     op = hca.hca(rotary_features=6)
     x = inputs.draw(op, length=8)
     with pytest.raises(SettingError, match="rotary_features is 6: expected at most the size of a"):

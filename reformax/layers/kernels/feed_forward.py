@@ -27,11 +27,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.layers import float8
-from reformax.layers.dropout import APART, multiplier
+from reformax.layers.dropout import APART, dropout_bits, multiplier
 from reformax.layers.matrices import relu_squared
 from reformax.ops.kernels.triton.common import launch, load
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.softmax.dropout import dropout_bits
 
 # Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
 FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)
