@@ -93,12 +93,13 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         def every() -> Iterator[Batch]:
             n = 2**32 * SPLITS.index(split)
             for tokens, _, weights in batches:
-                # Rows that fill a batch have no number: a mixture has them after each of its texts.
-                keys = n + np.cumsum((weights > 0).any(axis=1))
-                rows = [draws(philox(2**63, int(key) - 1), length) for key in keys]
+                # Rows that fill a batch do not count: a mixture has them after each of its texts.
+                counts = (weights > 0).any(axis=1)
+                keys = n + np.cumsum(counts) - counts
+                rows = [draws(philox(2**63, int(key)), length) for key in keys]
                 draw, others = map(np.stack, zip(*rows, strict=True))
                 yield hidden(tokens, draw, others, weights > 0)
-                n = keys[-1]
+                n += int(counts.sum())
 
         return every()
 
