@@ -32,7 +32,8 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
     The rows of a text are windows of it, in evaluations one after the other. Its id 0 is padding,
     as models of hidden tokens have it, and never chosen: bytes need `text.text.offset = 1`.
 
-    A row's choice is a function of its number in evaluations, and of (seed, step) in training.
+    In evaluations a row's choice is a function of its number among the split's rows with targets,
+    in training of (seed, step).
 
     Args:
       task: gives the rows.
@@ -91,15 +92,15 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         batches = task.eval_batches(split, batch_size, length, stride)
 
         def every() -> Iterator[Batch]:
-            n = 2**32 * SPLITS.index(split)
+            next_key = 2**32 * SPLITS.index(split)
             for tokens, _, weights in batches:
-                # Rows that fill a batch do not count: a mixture has them after each of its texts.
+                # Rows that fill a batch take no number: a mixture has them after each of its texts.
                 counts = (weights > 0).any(axis=1)
-                keys = n + np.cumsum(counts) - counts
+                keys = next_key + np.cumsum(counts) - counts
                 rows = [draws(philox(2**63, int(key)), length) for key in keys]
                 draw, others = map(np.stack, zip(*rows, strict=True))
                 yield hidden(tokens, draw, others, weights > 0)
-                n += int(counts.sum())
+                next_key += int(counts.sum())
 
         return every()
 

@@ -16,11 +16,11 @@ Text = Annotated[Task, Called("a text, such as text.text()")]
 
 
 class _Mixture(Task):
-    """A task that is no part of another mixture, which would draw the same numbers."""
+    """What `mixture` returns; no part of another mixture, which would draw by the same numbers."""
 
 
 class _Shared:
-    """One vocabulary for several texts: the first one's, which the run keeps."""
+    """One vocabulary for several texts: that of the first which has one. The run keeps it."""
 
     def __init__(self, vocabularies: Sequence[TextVocabulary]):
         self._all = vocabularies
@@ -52,13 +52,14 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
 
     Args:
       tasks: texts of one vocabulary, such as two of `text.text`, each by a scope of gin. Pieces
-        that are learnt are learnt from the first with any; give the others its size. Ids without a
-        vocabulary are taken for that one's.
+        that are learnt are learnt from the first text with a vocabulary; give the others its
+        size. A text of ids without a vocabulary is taken to have the same.
       weights: how often a row is of each text, in proportion.
 
     Raises:
-      ValueError: there are not as many weights as texts; a task is no text or itself a mixture; or
-        they differ in vocabulary or `document_mask`, or take windows in turn.
+      ValueError: there are not as many weights as texts; a task is no text, is itself a mixture or
+        takes windows in turn; or texts differ in `vocab_size`, in `document_mask`, or in whether
+        their tokens are bytes.
     """
     if not tasks or len(tasks) != len(weights):
         raise SettingError(
@@ -102,7 +103,7 @@ def mixture(tasks: Sequence[Text], weights: Sequence[Positive]) -> Task:
 
     def fingerprint(split: str) -> str:
         of_texts = [task.fingerprint(split) for task in tasks]
-        if split == "train":  # held-out text is whole
+        if split == "train":  # weights are no part of held-out text, which is read whole
             of_texts = [f"{x:.6g} of {one}" for x, one in zip(shares, of_texts, strict=True)]
         return "; ".join(of_texts)
 

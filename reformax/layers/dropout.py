@@ -16,7 +16,7 @@ from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import row_word, seed_words
 
 # Two columns this far apart share a hash of 32 bits: the left one takes the upper 16, the right one
-# the lower. Hashing is half of a kernel's arithmetic. A power of two.
+# the lower. Hashing would be half of a kernel's arithmetic. A power of two.
 APART = 256
 
 
@@ -58,24 +58,24 @@ def dropout(
     right = column & APART  # a bit
     of_rows = x.ndim > 2 and 0 not in shared
     seed = seed_words(rng, int(np.prod(shape[:-2])) if of_rows else 0)
-    bits = dropout_bits(seed, index, position + start, column ^ right)
+    bits = feature_bits(seed, index, position + start, column ^ right)
     # In float32: in bfloat16, 1 / (1 - rate) would be rounded to eight bits and shift the mean.
     factor = multiplier(bits << right // (APART // 16), rate)
     dtype = accum_dtype(x.dtype)
     return (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
 
 
-def dropout_bits(
+def feature_bits(
     seed: Int[Array, 6],
     sequence: Int[Array, "*d"],
     position: Int[Array, "*d"],
     column: Int[Array, "*d"],
 ) -> Int[Array, "*d"]:
-    """32 random bits of each address; of attention weights, only the upper ones are random.
+    """32 bits of each address, random in both halves, each of which decides on a column (`APART`).
 
-    A word of the row and a multiple of the column are combined by xor, and mixed by two
-    multiplications with a shift between them: Wellons' "lowbias32" without its outer shifts
-    (github.com/skeeto/hash-prospector).
+    Those of `ops.softmax.dropout` are random in the upper half alone. Here a word of the row and a
+    multiple of the column are combined by xor, and mixed by two multiplications with a shift
+    between them: Wellons' "lowbias32" without its outer shifts (github.com/skeeto/hash-prospector).
     """
     row, column = row_word(seed, sequence, 0, position), jnp.asarray(column).astype(jnp.uint32)
     bits = (row ^ (column * np.uint32(0x9E3779B1) + seed[1])) * np.uint32(0x7FEB352D)

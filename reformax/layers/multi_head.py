@@ -64,7 +64,8 @@ class MultiHead(Layer):
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
     and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
-    `qk_norm` also `<name>_norm [H]` for each projection of queries or keys; with `gate`
+    `qk_norm` also `<name>_norm [H]`, or `[heads, H]` for "joint", for each projection of queries or
+    keys; with `gate`
     `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`; with `output_norm` its
     weights.
 
@@ -282,6 +283,8 @@ class MultiHead(Layer):
 
     def _normed(self, params, heads: dict[str, Array]) -> dict[str, Array]:
         """The projections, queries and keys normalised by `qk_norm`, queries times their factor."""
+        if not self.qk_norm and self.scale is None:
+            return heads
         for name, to in self.projections().items():
             if to.role is None or name not in heads:
                 continue
@@ -292,6 +295,7 @@ class MultiHead(Layer):
                 rows = x.reshape(*x.shape[:2], -1) if self.qk_norm == "joint" else x
                 normed = length_normalize(rows, self.norm_epsilon).reshape(x.shape)
                 normed = normed * (scale if self.qk_norm == "joint" else scale[:, :, None])
+                # Rounded as without a factor, which is then applied in the wider dtype.
                 x = normed.astype(heads[name].dtype).astype(x.dtype)
             if self.scale is not None and to.role == "query":
                 x = x * (self.scale * math.sqrt(self.d_qk))  # the algorithm divides by sqrt(H)

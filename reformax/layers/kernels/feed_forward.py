@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.layers import float8
-from reformax.layers.dropout import APART, dropout_bits, multiplier
+from reformax.layers.dropout import APART, feature_bits, multiplier
 from reformax.layers.matrices import relu_squared
 from reformax.ops.kernels.triton.common import launch, load
 from reformax.ops.numerics.first_order import first_order
@@ -143,7 +143,7 @@ class _FeedForwardTile(NamedTuple):
             row = self._row[:, None]
             sequence, position = row // self.length, row % self.length + inputs.start[0]
             seed = tuple(inputs.seed[i] for i in range(6))
-            bits = dropout_bits(seed, sequence, position, self._column[None])
+            bits = feature_bits(seed, sequence, position, self._column[None])
             masks = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
         return list(zip((self, self._replace(right=True)), masks, strict=True))
 

@@ -5,8 +5,9 @@ both passes therefore see the same mask, and none of it is stored. A key that is
 summary for example, has a number instead (`far_address`).
 
 Batch, head and query are mixed well, to an even word of their row. The key's position is mixed
-briefly, to an odd word. The bits are the square of their sum, whose high bits depend on all bits of
-both: two instructions a weight besides the key's word, which a thread computes once for its rows.
+briefly, to an odd word. The bits are the square of their sum: two instructions a weight besides the
+key's word, which a thread computes once for its rows. The high bits depend on all bits of the sum
+but the highest, which a square modulo 2^32 loses: rows have 2^30 different masks.
 `tests/ops/test_dropout.py` tests rates, pairs, rows and columns, and ranks of the bits.
 """
 

@@ -42,7 +42,7 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
 
-# Most queries of a step of the kernel of keys with dropout: 128 spill 512 bytes a thread.
+# With dropout, most queries of a step of the kernel of keys: 128 spill 512 bytes a thread.
 QUERIES_OF_DROPOUT = 64
 
 
@@ -150,7 +150,7 @@ class MobaProgram(Program):
         )
 
     def over_queries(self, keys: MobaBlock, body: Callable, carry: Any) -> Any:
-        """The tiles of the queries that chose the block, in parts with dropout."""
+        """The tiles of the queries that chose the block, with dropout a part of one at a time."""
         bounds = (self.block + jnp.int32(i) for i in (0, 1))
         first, end = (self.x.bounds[self.batch, self.head, i] for i in bounds)
         n_rows = self.x.pair.shape[3]
