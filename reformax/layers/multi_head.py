@@ -65,9 +65,8 @@ class MultiHead(Layer):
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`, or `w_<name> [1, D, R]`
     and `up_<name> [heads, R, size]` if it has the rank R; and the algorithm's as `op`. With
     `qk_norm` also `<name>_norm [H]`, or `[heads, H]` for "joint", for each projection of queries or
-    keys; with `gate`
-    `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`; with `output_norm` its
-    weights.
+    keys; with `gate` `w_attention_gate [N, D, 1 or V]`, with `bias` `b_attention_gate`; with
+    `output_norm` its weights.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.

@@ -48,6 +48,9 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.learned_sinks import d_sinks, with_sinks
 from reformax.ops.softmax.online import Softmax, nonzero
 
+# With dropout, most queries of a step of `d_keys` beside 64 keys: 128 spill 512 bytes a thread.
+QUERIES_OF_DROPOUT = 64
+
 # A program's own NamedTuple of `[L]`: positions, and whatever decides who sees whom.
 Block = Any
 Carry = TypeVar("Carry")

@@ -42,9 +42,6 @@ from reformax.ops.numerics.logits import Logits
 from reformax.ops.softmax.learned_sinks import Results
 from reformax.ops.softmax.online import Softmax
 
-# With dropout, most queries of a step of the kernel of keys: 128 spill 512 bytes a thread.
-QUERIES_OF_DROPOUT = 64
-
 
 class MobaSizes(NamedTuple):
     """The kernels' static settings: L, K, keys of a tile, the rate of dropout, and logits."""
@@ -154,7 +151,7 @@ class MobaProgram(Program):
         bounds = (self.block + jnp.int32(i) for i in (0, 1))
         first, end = (self.x.bounds[self.batch, self.head, i] for i in bounds)
         n_rows = self.x.pair.shape[3]
-        n_parts = max(1, n_rows // QUERIES_OF_DROPOUT) if self.sizes.dropout else 1
+        n_parts = max(1, n_rows // flash.QUERIES_OF_DROPOUT) if self.sizes.dropout else 1
         n = jnp.int32(n_parts)
 
         def step(i, carry):

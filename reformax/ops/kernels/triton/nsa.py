@@ -55,9 +55,6 @@ KEYS, PART_TILES, N_PARTS = 64, 64, 8
 MIN_WARPS, STAGES, MAX_OF_FOUR_WARPS = 2, 2, 128 * 64
 # Rows of a tile by the bytes of its dtype. Products of float32 make long programs.
 ROWS = {2: 128, 4: 32}
-# With dropout, the rows of a step of a program of keys, unless one query has more: 128 spill 512
-# bytes a thread.
-ROWS_OF_DROPOUT = 64
 
 
 class NsaSizes(NamedTuple):
@@ -95,7 +92,7 @@ class NsaSizes(NamedTuple):
     @property
     def n_listed(self) -> int:
         """The queries of a step of a program of keys, fewer with dropout."""
-        rows = min(self.rows, ROWS_OF_DROPOUT) if self.dropout else self.rows
+        rows = min(self.rows, flash.QUERIES_OF_DROPOUT) if self.dropout else self.rows
         return max(1, rows // self.group)
 
     @property
